@@ -1,0 +1,27 @@
+"""Triton kernels with a minimal tape autograd, for QLoRA fine-tuning of Llama-type models.
+
+Public names are imported on first use, so ``import entrenar`` is quick and needs neither triton
+nor a GPU.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+_PUBLIC: dict[str, str] = {}
+
+__all__ = ["__version__", *sorted(_PUBLIC)]
+
+
+def __getattr__(name: str) -> Any:
+    module = _PUBLIC.get(name)
+    if module is None:
+        raise AttributeError(f"module 'entrenar' has no attribute {name!r}")
+    return getattr(importlib.import_module(module), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_PUBLIC])

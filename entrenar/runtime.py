@@ -1,0 +1,204 @@
+"""Which device and backend this process computes on, how much memory it has, who watches launches.
+
+Importing this module imports neither torch nor triton; the probes do when they are called.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+from entrenar.errors import ConfigError, CudaNotAvailableError, MissingExtraError
+
+__all__ = [
+    "BACKENDS",
+    "LaunchRecord",
+    "announce",
+    "available_memory_bytes",
+    "backend",
+    "cuda_available",
+    "has_listeners",
+    "listening",
+    "peak_memory_bytes",
+    "ptx_target",
+    "require",
+    "resolve_device",
+    "triton_available",
+]
+
+BACKENDS = ("numpy", "triton", "ptx")
+
+
+@dataclasses.dataclass(frozen=True)
+class LaunchRecord:
+    """One kernel launch, or one call of the CPU backend that stands in for it.
+
+    Attributes:
+        op: Name of the launcher, such as ``"rms_norm_forward"``.
+        stream: The stream it was ordered on; None on the CPU without one.
+        reads: Storage it reads.
+        writes: Storage it writes.
+        where: ``"cuda"``, ``"numpy"``, ``"triton"`` (interpreted) or ``"ptx"`` (emulated).
+    """
+
+    op: str
+    stream: Any
+    reads: tuple[Any, ...]
+    writes: tuple[Any, ...]
+    where: str
+
+
+_listeners: list[Callable[[LaunchRecord], None]] = []
+
+
+@contextlib.contextmanager
+def listening(listener: Callable[[LaunchRecord], None]) -> Iterator[None]:
+    """Call ``listener`` with a :class:`LaunchRecord` for each launch inside the block."""
+    _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)
+
+
+def announce(record: LaunchRecord) -> None:
+    """Tell every listener of one launch."""
+    for listener in tuple(_listeners):
+        listener(record)
+
+
+def has_listeners() -> bool:
+    """Whether anyone watches launches, so that records need to be built at all."""
+    return bool(_listeners)
+
+
+@functools.cache
+def triton_available() -> bool:
+    """Whether triton can be imported; on some platforms it is absent and that is supported."""
+    return importlib.util.find_spec("triton") is not None
+
+
+@functools.cache
+def cuda_available() -> bool:
+    """Whether torch sees a CUDA (or HIP) device."""
+    import torch
+
+    return bool(torch.cuda.is_available())
+
+
+def backend() -> str:
+    """Return what computes on CPU storage: ``"numpy"``, ``"triton"`` or ``"ptx"``.
+
+    Read from ``ENTRENAR_BACKEND`` on every call. ``triton`` interprets the kernels' source and sets
+    ``TRITON_INTERPRET=1`` where triton is not imported yet.
+
+    Raises:
+        ConfigError: The variable has another value, or triton was imported without interpreting.
+    """
+    name = os.environ.get("ENTRENAR_BACKEND", "") or "numpy"
+    if name not in BACKENDS:
+        raise ConfigError(
+            f"ENTRENAR_BACKEND is {name!r}, wanted one of {', '.join(BACKENDS)}",
+            "unset it to compute with NumPy on the CPU",
+        )
+    if name == "triton" and os.environ.get("TRITON_INTERPRET") != "1":
+        if "triton" in sys.modules:
+            raise ConfigError(
+                "ENTRENAR_BACKEND=triton interprets kernels, but triton was imported without it",
+                "set TRITON_INTERPRET=1 before the first import of triton",
+            )
+        os.environ["TRITON_INTERPRET"] = "1"
+    return name
+
+
+def ptx_target() -> str:
+    """Return the compute capability that ``ENTRENAR_BACKEND=ptx`` compiles for, ``sm_80`` unless set.
+
+    Raises:
+        ConfigError: ``ENTRENAR_PTX_TARGET`` is not of the form ``sm_NN``.
+    """
+    name = os.environ.get("ENTRENAR_PTX_TARGET", "") or "sm_80"
+    if not (name.startswith("sm_") and name[3:].isdigit()):
+        raise ConfigError(
+            f"ENTRENAR_PTX_TARGET is {name!r}, wanted sm_ and a compute capability",
+            "use sm_80, sm_90 or sm_120",
+        )
+    return name
+
+
+def resolve_device(device: str = "auto") -> str:
+    """Return ``"cpu"`` or ``"cuda:N"`` for a device setting.
+
+    Raises:
+        ConfigError: The setting is not ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
+        CudaNotAvailableError: A GPU was asked for and torch sees none.
+    """
+    if device == "cpu":
+        return "cpu"
+    if device == "auto":
+        return "cuda:0" if cuda_available() else "cpu"
+    name, _, index = device.partition(":")
+    if name != "cuda" or (index and not index.isdigit()):
+        raise ConfigError(f"device is {device!r}, wanted auto, cpu, cuda or cuda:N", "")
+    if not cuda_available():
+        import torch
+
+        raise CudaNotAvailableError(
+            f"device {device!r} was asked for, but torch {torch.__version__} sees no GPU",
+            "use device='cpu' or 'auto', or install a CUDA build of torch",
+        )
+    return f"cuda:{index or 0}"
+
+
+def require(package: str, *, extra: str, feature: str) -> ModuleType:
+    """Import an optional package.
+
+    Raises:
+        MissingExtraError: It is not installed; the message names the extra that brings it.
+    """
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        if error.name is not None and error.name.partition(".")[0] != package.partition(".")[0]:
+            raise
+        raise MissingExtraError(feature, package.partition(".")[0], extra) from error
+
+
+def peak_memory_bytes(device: str = "cpu") -> int:
+    """Return the most memory used so far: resident bytes of this process, or allocated on a GPU."""
+    if device.startswith("cuda"):
+        import torch
+
+        return int(torch.cuda.max_memory_allocated(device))
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def available_memory_bytes(device: str = "cpu") -> int:
+    """Return the bytes that can still be allocated: MemAvailable of the host, or free on the GPU.
+
+    A control group's limit counts where it is lower. Where the system does not tell, 4 GiB.
+    """
+    if device.startswith("cuda"):
+        import torch
+
+        return int(torch.cuda.mem_get_info(device)[0])
+    found = []
+    with contextlib.suppress(OSError), open("/proc/meminfo", encoding="ascii") as lines:
+        found += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    with contextlib.suppress(OSError, ValueError):
+        with open("/sys/fs/cgroup/memory.max", encoding="ascii") as file:
+            limit = int(file.read())
+        with open("/sys/fs/cgroup/memory.current", encoding="ascii") as file:
+            found.append(max(limit - int(file.read()), 0))
+    return min(found, default=4 << 30)
