@@ -1,0 +1,65 @@
+"""Argument checks that kernels and reference both make, on anything with a shape and a dtype.
+
+Each raises before any work starts and says what was found, what was wanted and what to do.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from entrenar.errors import DTypeError, ShapeMismatchError
+
+__all__ = ["check_dtype", "check_ndim", "check_positive", "check_same_dtype", "check_shape", "dtype_name"]
+
+FLOATS = ("float32", "float16", "bfloat16", "float64")
+
+
+def dtype_name(array: Any) -> str:
+    """Return the bare name of an array's dtype, such as ``"float32"``."""
+    return str(array.dtype).removeprefix("torch.")
+
+
+def check_ndim(op: str, name: str, array: Any, *ndims: int) -> None:
+    """Refuse an array whose number of dimensions is none of ``ndims``."""
+    if len(array.shape) not in ndims:
+        wanted = " or ".join(str(n) for n in ndims)
+        raise ShapeMismatchError(
+            f"{op}: {name} has shape {tuple(array.shape)}, wanted {wanted} dimensions",
+            f"reshape {name}",
+        )
+
+
+def check_shape(op: str, name: str, array: Any, wanted: tuple[int, ...], hint: str = "") -> None:
+    """Refuse an array of another shape; -1 in ``wanted`` matches any size."""
+    got = tuple(array.shape)
+    if len(got) != len(wanted) or any(w not in (-1, g) for g, w in zip(got, wanted, strict=True)):
+        raise ShapeMismatchError(
+            f"{op}: {name} has shape {got}, wanted {tuple('any' if w == -1 else w for w in wanted)}".replace(
+                "'any'", "any"
+            ),
+            hint,
+        )
+
+
+def check_dtype(op: str, name: str, array: Any, *wanted: str) -> None:
+    """Refuse an array whose dtype is none of ``wanted``; the floating types where none is given."""
+    wanted = wanted or FLOATS
+    if dtype_name(array) not in wanted:
+        raise DTypeError(
+            f"{op}: {name} is {dtype_name(array)}, wanted {' or '.join(wanted)}",
+            f"cast {name} first",
+        )
+
+
+def check_same_dtype(op: str, **arrays: Any) -> None:
+    """Refuse arrays of different dtypes; None is passed over."""
+    names = {name: dtype_name(array) for name, array in arrays.items() if array is not None}
+    if len(set(names.values())) > 1:
+        listed = ", ".join(f"{name} {dtype}" for name, dtype in names.items())
+        raise DTypeError(f"{op}: got {listed}, wanted one dtype for all", "cast them to one dtype")
+
+
+def check_positive(op: str, name: str, value: float) -> None:
+    """Refuse a setting that is not above zero."""
+    if not value > 0:
+        raise ShapeMismatchError(f"{op}: {name} is {value}, wanted more than 0", "")
