@@ -9,7 +9,14 @@ from typing import Any
 
 from entrenar.errors import DTypeError, ShapeMismatchError
 
-__all__ = ["check_dtype", "check_ndim", "check_positive", "check_same_dtype", "check_shape", "dtype_name"]
+__all__ = [
+    "check_dtype",
+    "check_ndim",
+    "check_positive",
+    "check_same_dtype",
+    "check_shape",
+    "dtype_name",
+]
 
 FLOATS = ("float32", "float16", "bfloat16", "float64")
 

@@ -62,5 +62,7 @@ class NF4Weight:
 
     def to(self, device: str | torch.device) -> NF4Weight:
         """Return the weight with its storage on ``device``."""
-        moved = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in self.fields().items()}
+        moved = {
+            k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in self.fields().items()
+        }
         return NF4Weight(**moved)

@@ -49,7 +49,9 @@ def call(function: str, /, *args: Any, stream: Any = None, **kwargs: Any) -> Any
 
 
 def _row(function: str) -> Function:
-    from entrenar.optable.table import FUNCTIONS  # the table imports the rows, which import nothing here
+    from entrenar.optable.table import (
+        FUNCTIONS,  # the table imports the rows, which import nothing here
+    )
 
     return FUNCTIONS[function]
 
@@ -97,9 +99,7 @@ def _to_numpy(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return (value.float() if value.dtype in _HALF else value).numpy()
     if isinstance(value, NF4Weight):
-        return reference_nf4.NF4Weight(
-            **{k: _to_numpy(v) for k, v in value.fields().items()}
-        )
+        return reference_nf4.NF4Weight(**{k: _to_numpy(v) for k, v in value.fields().items()})
     return value
 
 
@@ -145,12 +145,15 @@ def _to_torch(row: Function, given: dict[str, Any], views: dict[str, Any], resul
         return NF4Weight(**{**fields, "dtype": source if isinstance(source, torch.dtype) else None})
     results = result if isinstance(result, tuple) else (result,)
     wrapped = tuple(
-        _wrap(value, rule, row, given, views) for value, rule in zip(results, row.results, strict=True)
+        _wrap(value, rule, row, given, views)
+        for value, rule in zip(results, row.results, strict=True)
     )
     return wrapped if isinstance(result, tuple) else wrapped[0]
 
 
-def _wrap(value: Any, rule: str, row: Function, given: dict[str, Any], views: dict[str, Any]) -> Any:
+def _wrap(
+    value: Any, rule: str, row: Function, given: dict[str, Any], views: dict[str, Any]
+) -> Any:
     if value is None:
         return None
     for name in row.mutates:

@@ -126,7 +126,9 @@ class Op:
     backward: tuple[Function, ...] = ()
     errors: tuple[ErrorCase, ...] = ()
     differentiable: tuple[str, ...] = ()
-    vjp: Callable[[Call, Arguments, tuple[Any, ...], tuple[Any, ...]], Mapping[str, Any]] | None = None
+    vjp: Callable[[Call, Arguments, tuple[Any, ...], tuple[Any, ...]], Mapping[str, Any]] | None = (
+        None
+    )
     rounds_inside: bool = False
     traffic_bound: float | None = None
     traffic_reason: str = ""
