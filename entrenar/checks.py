@@ -39,13 +39,10 @@ def check_ndim(op: str, name: str, array: Any, *ndims: int) -> None:
 def check_shape(op: str, name: str, array: Any, wanted: tuple[int, ...], hint: str = "") -> None:
     """Refuse an array of another shape; -1 in ``wanted`` matches any size."""
     got = tuple(array.shape)
-    if len(got) != len(wanted) or any(w not in (-1, g) for g, w in zip(got, wanted, strict=True)):
-        raise ShapeMismatchError(
-            f"{op}: {name} has shape {got}, wanted {tuple('any' if w == -1 else w for w in wanted)}".replace(
-                "'any'", "any"
-            ),
-            hint,
-        )
+    fits = len(got) == len(wanted) and all(w in (-1, g) for g, w in zip(got, wanted, strict=True))
+    if not fits:
+        sizes = ", ".join("any" if w == -1 else str(w) for w in wanted)
+        raise ShapeMismatchError(f"{op}: {name} has shape {got}, wanted ({sizes})", hint)
 
 
 def check_dtype(op: str, name: str, array: Any, *wanted: str) -> None:

@@ -26,6 +26,7 @@ __all__ = [
     "backend",
     "cuda_available",
     "has_listeners",
+    "interpreting_requested",
     "listening",
     "peak_memory_bytes",
     "ptx_target",
@@ -109,7 +110,7 @@ def backend() -> str:
             f"ENTRENAR_BACKEND is {name!r}, wanted one of {', '.join(BACKENDS)}",
             "unset it to compute with NumPy on the CPU",
         )
-    if name == "triton" and os.environ.get("TRITON_INTERPRET") != "1":
+    if name == "triton" and not interpreting_requested():
         if "triton" in sys.modules:
             raise ConfigError(
                 "ENTRENAR_BACKEND=triton interprets kernels, but triton was imported without it",
@@ -119,8 +120,13 @@ def backend() -> str:
     return name
 
 
+def interpreting_requested() -> bool:
+    """Whether ``TRITON_INTERPRET`` asks triton to interpret, by the values triton itself accepts."""
+    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
+
+
 def ptx_target() -> str:
-    """Return the compute capability that ``ENTRENAR_BACKEND=ptx`` compiles for, ``sm_80`` unless set.
+    """Return the target ``ENTRENAR_BACKEND=ptx`` compiles for: ``ENTRENAR_PTX_TARGET``, or sm_80.
 
     Raises:
         ConfigError: ``ENTRENAR_PTX_TARGET`` is not of the form ``sm_NN``.
