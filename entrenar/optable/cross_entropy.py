@@ -224,7 +224,7 @@ _ERRORS = (
         "cross_entropy_forward",
         lambda rng: {"logits": np.zeros((2, 8)), "targets": np.zeros(1, np.int64)},
         ShapeMismatchError,
-        r"targets has shape \(1,\), wanted \(2,\)",
+        r"targets has shape \(1,\), wanted \(2",
     ),
     ErrorCase(
         "logits_1d",
