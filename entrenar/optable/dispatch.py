@@ -137,6 +137,8 @@ def _announce(row: Function, given: dict[str, Any], result: Any, stream: Any) ->
 
 def _to_torch(row: Function, given: dict[str, Any], views: dict[str, Any], result: Any) -> Any:
     """Wrap results as torch storage of the dtype the row states, returning mutated storage itself."""
+    if result is None:
+        return None  # a function that only writes its arguments
     if isinstance(result, reference_nf4.NF4Weight):
         fields = {
             k: torch.from_numpy(v) if isinstance(v, np.ndarray) else v
