@@ -1,1 +1,1 @@
-
+"""Llama-type decoders: config, checkpoints from disk, tokenizer, model, generation."""
