@@ -1,0 +1,176 @@
+"""Cross entropy of :mod:`entrenar.reference.cross_entropy`, in place and in chunks of rows.
+
+The linear form holds one chunk of logits, which becomes its own gradient before the second product
+reads it. Rows that do not count take no part in the products.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from entrenar import checks
+from entrenar.reference.cross_entropy import (
+    check_causal,
+    check_cross_entropy,
+    check_grad_scale,
+    check_linear,
+)
+
+__all__ = [
+    "causal_cross_entropy_backward",
+    "causal_cross_entropy_forward",
+    "cross_entropy_backward",
+    "cross_entropy_forward",
+    "linear_cross_entropy",
+]
+
+Array = np.ndarray[Any, Any]
+
+CHUNK_BYTES = 48 << 20
+"""Most bytes of logits at a time: 250 rows of a vocabulary of 49152 in float32."""
+
+ROW_BYTES = 1 << 20
+"""Bytes of logits swept at a time between passes, so that the passes after the first hit cache."""
+
+
+def cross_entropy_forward(
+    logits: Array, targets: Array, ignore_index: int = -100
+) -> tuple[Array, Array]:
+    """Compute what :func:`entrenar.reference.cross_entropy.cross_entropy_forward` computes, fast."""
+    counted = check_cross_entropy("cross_entropy_forward", logits, targets, ignore_index)
+    return _forward(logits, targets, counted)
+
+
+def cross_entropy_backward(
+    logits: Array,
+    targets: Array,
+    grad_scale: float | Array = 1.0,
+    ignore_index: int = -100,
+    out: Array | None = None,
+) -> Array:
+    """Compute what :func:`entrenar.reference.cross_entropy.cross_entropy_backward` computes, fast."""
+    op = "cross_entropy_backward"
+    counted = check_cross_entropy(op, logits, targets, ignore_index)
+    return _backward(op, logits, targets, counted, grad_scale, out)
+
+
+def causal_cross_entropy_forward(
+    logits: Array, tokens: Array, loss_start: int, loss_end: int
+) -> tuple[Array, Array]:
+    """Compute what the reference's function of this name computes, fast."""
+    op = "causal_cross_entropy_forward"
+    targets, counted = check_causal(op, logits, tokens, loss_start, loss_end)
+    return _forward(logits, targets, counted)
+
+
+def causal_cross_entropy_backward(
+    logits: Array,
+    tokens: Array,
+    loss_start: int,
+    loss_end: int,
+    grad_scale: float | Array = 1.0,
+    out: Array | None = None,
+) -> Array:
+    """Compute what the reference's function of this name computes, fast."""
+    op = "causal_cross_entropy_backward"
+    targets, counted = check_causal(op, logits, tokens, loss_start, loss_end)
+    return _backward(op, logits, targets, counted, grad_scale, out)
+
+
+def linear_cross_entropy(
+    hidden: Array,
+    weight: Array,
+    targets: Array,
+    ignore_index: int = -100,
+    grad_scale: float | Array = 1.0,
+    chunk_rows: int = 256,
+    need_grad: bool = True,
+) -> tuple[Array, Array, Array | None]:
+    """Compute what :func:`entrenar.reference.cross_entropy.linear_cross_entropy` computes, fast.
+
+    Numerics: the loss sums rows in order. At most ``chunk_rows`` rows of logits, and at most
+    ``CHUNK_BYTES`` of them, exist at a time.
+    """
+    op = "linear_cross_entropy"
+    counted = check_linear(op, hidden, weight, targets, ignore_index, chunk_rows)
+    column = check_grad_scale(op, grad_scale, hidden)
+    scale = np.broadcast_to(column, (len(hidden), 1))
+    rows = np.flatnonzero(counted)
+    fitting = max(CHUNK_BYTES // max(len(weight) * hidden.itemsize, 1), 1)
+    step = _even_step(len(rows), min(chunk_rows, fitting))
+    buffer = np.empty((step, len(weight)), hidden.dtype)
+    losses = np.empty(len(rows), hidden.dtype)
+    grad_hidden = np.zeros(hidden.shape, hidden.dtype) if need_grad else None
+    for start in range(0, len(rows), step):
+        chunk = rows[start : start + step]
+        logits = np.matmul(hidden[chunk], weight.T, out=buffer[: len(chunk)])
+        losses[start : start + step] = _softmax_in_place(logits, targets[chunk])
+        if grad_hidden is not None:
+            logits[np.arange(len(chunk)), targets[chunk]] -= 1
+            with np.errstate(under="ignore"):
+                grad_hidden[chunk] = (logits @ weight) * scale[chunk]
+    loss = np.asarray(losses.sum(), hidden.dtype)
+    return loss, np.asarray(len(rows), np.int64), grad_hidden
+
+
+def _even_step(n_rows: int, most: int) -> int:
+    """Return a chunk size that splits the rows evenly, rather than into full chunks and a rest."""
+    chunks = -(-n_rows // most)
+    return max(-(-n_rows // max(chunks, 1)), 1)
+
+
+def _softmax_in_place(logits: Array, targets: Array, probabilities: bool = True) -> Array:
+    """Turn logits into softmax, or into scratch without ``probabilities``; return each row's loss."""
+    losses = np.empty(len(logits), logits.dtype)
+    step = max(ROW_BYTES // max(logits.shape[1] * logits.itemsize, 1), 1)
+    with np.errstate(all="ignore"):  # inf and NaN in a row are meant to reach its result
+        for start in range(0, len(logits), step):
+            part = logits[start : start + step]
+            index = np.arange(len(part)), targets[start : start + step]
+            part -= part.max(axis=1, keepdims=True, initial=-np.inf)
+            at_target = part[index]
+            np.exp(part, out=part)
+            total = part.sum(axis=1, keepdims=True)
+            losses[start : start + step] = np.log(total[:, 0]) - at_target
+            if probabilities:
+                part *= 1 / total
+    return losses
+
+
+def _forward(logits: Array, targets: Array, counted: Array) -> tuple[Array, Array]:
+    rows = np.flatnonzero(counted)
+    step = max(ROW_BYTES // max(logits.shape[1] * logits.itemsize, 1), 1)
+    losses = np.empty(len(rows), logits.dtype)
+    for start in range(0, len(rows), step):
+        part = rows[start : start + step]
+        losses[start : start + step] = _softmax_in_place(logits[part], targets[part], False)
+    return np.asarray(losses.sum(), logits.dtype), np.asarray(len(rows), np.int64)
+
+
+def _backward(
+    op: str,
+    logits: Array,
+    targets: Array,
+    counted: Array,
+    grad_scale: float | Array,
+    out: Array | None,
+) -> Array:
+    column = check_grad_scale(op, grad_scale, logits)
+    scale = np.broadcast_to(column, (len(logits), 1))
+    if out is None:
+        out = np.empty(logits.shape, logits.dtype)
+    checks.check_shape(op, "out", out, logits.shape, "it has the shape of logits")
+    rows = np.flatnonzero(counted)
+    step = max(ROW_BYTES // max(logits.shape[1] * logits.itemsize, 1), 1)
+    for start in range(0, len(rows), step):
+        part = rows[start : start + step]
+        grad = logits[part]
+        _softmax_in_place(grad, targets[part])
+        grad[np.arange(len(part)), targets[part]] -= 1
+        with np.errstate(under="ignore"):
+            grad *= scale[part]
+        out[part] = grad
+    out[~counted] = 0
+    return out
