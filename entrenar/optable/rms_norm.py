@@ -40,7 +40,8 @@ def _samples(residual: bool) -> tuple[Sample, ...]:
 
     return (
         sample("T7_D123", 7, 123),
-        sample("T1_D1", 1, 1),
+        # a row of one number: without a large eps its gradient is nothing but cancellation
+        sample("T1_D1", 1, 1, eps=0.5),
         sample("T0_D8", 0, 8),
         sample("T33_D64", 33, 64),
         sample("T5_heads3_D64", 5, 3, 64),

@@ -52,8 +52,11 @@ def clip_factor(
         DTypeError: It is not floating.
         ConfigError: ``max_norm`` is not above 0.
     """
-    limit = _check_max_norm("clip_factor", max_norm)
-    norm = grad_norm(flat)
+    return factor_of(grad_norm(flat), check_max_norm("clip_factor", max_norm))
+
+
+def factor_of(norm: np.ndarray, limit: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return ``(norm, factor, skip)`` of a norm [1] and the most it may be."""
     if not np.isfinite(norm[0]):
         return norm, np.zeros_like(norm), np.ones(1, dtype=np.int32)
     factor = limit / norm[0] if norm[0] > limit else 1.0
@@ -76,14 +79,19 @@ def clip_grad_norm(flat: np.ndarray, max_norm: float | None) -> np.ndarray:
         DTypeError: It is not floating.
         ConfigError: ``max_norm`` is not above 0.
     """
-    _check_max_norm("clip_grad_norm", max_norm)
-    norm, factor, skip = clip_factor(flat, max_norm)
+    limit = check_max_norm("clip_grad_norm", max_norm)
+    norm, factor, skip = factor_of(grad_norm(flat), limit)
     if not skip[0]:
         flat[...] = flat * factor[0]
     return norm
 
 
-def _check_max_norm(op: str, max_norm: float | None) -> float:
+def check_max_norm(op: str, max_norm: float | None) -> float:
+    """Return the limit as a number, infinity for None.
+
+    Raises:
+        ConfigError: It is not above 0.
+    """
     if max_norm is None:
         return float("inf")
     if not max_norm > 0:
