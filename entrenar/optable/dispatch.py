@@ -114,10 +114,17 @@ def _call_numpy(function: str, args: tuple[Any, ...], kwargs: dict[str, Any], st
     for name in row.mutates:
         value = given.get(name)
         if isinstance(value, torch.Tensor) and value.dtype in _HALF:
-            value.copy_(torch.from_numpy(views[name]))
+            _store_half(value, views[name])
     if runtime.has_listeners():
         _announce(row, given, result, stream)
     return _to_torch(row, given, views, result)
+
+
+def _store_half(value: torch.Tensor, computed: np.ndarray) -> None:
+    """Round to 16-bit storage; an argument that only may be written stays untouched, version too."""
+    rounded = torch.from_numpy(computed).to(value.dtype)
+    if not np.array_equal(rounded.view(torch.int16).numpy(), value.view(torch.int16).numpy()):
+        value.copy_(rounded)
 
 
 def _announce(row: Function, given: dict[str, Any], result: Any, stream: Any) -> None:
@@ -149,7 +156,8 @@ def _to_torch(row: Function, given: dict[str, Any], views: dict[str, Any], resul
     results = result if isinstance(result, tuple) else (result,)
     wrapped = tuple(
         _wrap(value, rule, row, given, views)
-        for value, rule in zip(results, row.results, strict=True)
+        # trailing results may be absent: without a residual there is no residual sum
+        for value, rule in zip(results, row.results[: len(results)], strict=True)
     )
     return wrapped if isinstance(result, tuple) else wrapped[0]
 
