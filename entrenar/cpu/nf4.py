@@ -1,0 +1,235 @@
+"""NF4 on a CPU: quantise in cache-sized pieces, decode a byte to two values by one table look-up.
+
+The same bits as ``entrenar.reference.nf4``. Decoding a [1536, 576] weight takes about 0.55 ms on one
+core where its product with 500 rows takes 9 ms (AMD EPYC, OpenBLAS).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import threading
+from typing import Any
+
+import numpy as np
+
+from entrenar.checks import check_dtype, check_shape
+from entrenar.errors import ConfigError, DTypeError
+from entrenar.reference import nf4 as plain
+from entrenar.reference.nf4 import DYNAMIC_CODE, NF4_CODE, NF4Weight
+
+__all__ = ["decode_rows", "nf4_dequantize", "nf4_quantize", "rows_per_piece", "scratch"]
+
+# Values decoded at a time: their indices and the table's reads stay in a 1 MiB second-level cache.
+PIECE = 1 << 17
+# Values of a weight decoded into scratch before a product reads them: 4 MiB in float32.
+SCRATCH_VALUES = 1 << 20
+
+_local = threading.local()
+
+
+def scratch(name: str, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Return uninitialised memory of this thread that the next call with the same name reuses.
+
+    Numerics:
+        A fresh array of megabytes costs page faults that exceed the decoding itself.
+    """
+    held = _local.__dict__.setdefault("arrays", {})
+    key, size = (name, np.dtype(dtype)), math.prod(shape)
+    if key not in held or held[key].size < size:
+        held[key] = np.empty(max(size, 1), dtype)
+    return held[key][:size].reshape(shape)
+
+
+@functools.cache
+def _byte_table(dtype: np.dtype) -> np.ndarray:
+    """Return 256 pairs of levels, each pair one element wide enough to hold both."""
+    byte = np.arange(256)
+    pairs = np.stack([NF4_CODE[byte >> 4], NF4_CODE[byte & 15]], axis=1).astype(dtype)
+    return pairs.view(_pair_type(dtype)).reshape(-1)
+
+
+def _pair_type(dtype: np.dtype) -> Any:
+    return np.complex64 if dtype == np.float32 else np.complex128
+
+
+@functools.cache
+def _code_of_grid() -> np.ndarray:
+    grid = np.float32(2) * np.arange(plain.GRID, dtype=np.float32) / np.float32(plain.GRID - 1)
+    middle = (DYNAMIC_CODE[:-1] + DYNAMIC_CODE[1:]) / np.float32(2)
+    return np.searchsorted(middle, grid - np.float32(1), side="left").astype(np.uint8)
+
+
+def nf4_quantize(w: np.ndarray, block_size: int = 64, double_quant: bool = False) -> NF4Weight:
+    """Quantise a weight to NF4; see ``entrenar.reference.nf4.nf4_quantize``.
+
+    Args:
+        w: Any shape and strides, floating.
+        block_size: Values that share one absmax.
+        double_quant: Quantise the absmax to 8 bits in blocks of 256.
+
+    Returns:
+        The weight, the same bits as the reference's.
+
+    Raises:
+        ConfigError: ``block_size`` is not one of bitsandbytes'.
+        DTypeError: ``w`` is not floating.
+        NumericsError: ``w`` holds a NaN, an infinity, or a value beyond float32.
+    """
+    check_dtype("nf4_quantize", "w", w)
+    count = w.size
+    if block_size not in plain.BLOCK_SIZES or count % block_size:
+        return plain.nf4_quantize(w, block_size, double_quant)
+    x = np.ascontiguousarray(w).reshape(-1)
+    codes = np.empty(count // 2, np.uint8)
+    absmax = np.empty(count // block_size, np.float32)
+    for start in range(0, count, PIECE):
+        stop = min(start + PIECE, count)
+        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+            piece = x[start:stop].astype(np.float32).reshape(-1, block_size)
+            found = absmax[start // block_size : stop // block_size]
+            np.maximum(piece.max(axis=1), -piece.min(axis=1), out=found)
+            np.abs(found, out=found)  # a block of zeros may have given -0
+            if not np.isfinite(found).all():
+                return plain.nf4_quantize(w, block_size, double_quant)
+            piece *= (np.float32(1) / np.maximum(found, plain.ABSMAX_FLOOR))[:, None]
+        _encode(piece.reshape(-1), codes[start // 2 : stop // 2])
+    shape, dtype = tuple(w.shape), str(w.dtype)
+    if not double_quant:
+        return NF4Weight(codes, absmax, shape, dtype, block_size)
+    offset = np.float32([absmax.mean(dtype=np.float64) if count else 0.0])
+    absmax_codes, absmax2 = _quantize_absmax(absmax, offset)
+    return NF4Weight(codes, None, shape, dtype, block_size, absmax_codes, absmax2, offset)
+
+
+def _encode(scaled: np.ndarray, packed: np.ndarray) -> None:
+    """Write the codes of values in [-1, 1]: how many midpoints lie below each."""
+    codes = np.zeros(scaled.size, np.uint8)
+    above = np.empty(scaled.size, np.bool_)
+    for middle in (NF4_CODE[:-1] + NF4_CODE[1:]) / np.float32(2):
+        np.greater(scaled, middle, out=above)
+        codes += above
+    np.left_shift(codes[::2], 4, out=packed)
+    packed |= codes[1::2]
+
+
+def _quantize_absmax(absmax: np.ndarray, offset: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the 8-bit codes of ``absmax - offset`` and the largest magnitude per 256 of them."""
+    size = plain.NESTED_BLOCK
+    blocks = -(-absmax.size // size)
+    centred = np.zeros(blocks * size, np.float32)
+    np.subtract(absmax, offset, out=centred[: absmax.size])
+    centred = centred.reshape(blocks, size)
+    absmax2 = np.abs(centred).max(axis=1, initial=0)
+    with np.errstate(all="ignore"):
+        scaled = np.clip(centred * (np.float32(1) / absmax2)[:, None], -1, 1)
+        scaled[absmax2 == 0] = -1
+    position = (scaled + np.float32(1)) * np.float32(0.5) * np.float32(plain.GRID - 1)
+    codes = _code_of_grid()[(position + np.float32(0.5)).astype(np.int64)]
+    return codes.reshape(-1)[: absmax.size], absmax2
+
+
+def _absmax_of(w: NF4Weight) -> np.ndarray:
+    """Return the float32 absmax per block, with the second quantisation undone."""
+    if w.absmax_codes is None or w.absmax2 is None or w.offset is None:
+        assert w.absmax is not None
+        return w.absmax
+    size, count = plain.NESTED_BLOCK, w.absmax_codes.size
+    values = np.zeros(w.absmax2.size * size, np.float32)
+    np.take(DYNAMIC_CODE, w.absmax_codes, out=values[:count], mode="clip")
+    values.reshape(-1, size)[...] *= w.absmax2[:, None]
+    values += w.offset
+    return values[:count]
+
+
+def _decode(codes: np.ndarray, absmax: np.ndarray, block_size: int, out: np.ndarray) -> None:
+    """Decode whole blocks into contiguous ``out``, which has two values a byte of ``codes``."""
+    table = _byte_table(out.dtype)
+    pairs = out.view(table.dtype)
+    for start in range(0, out.size, PIECE):
+        stop = min(start + PIECE, out.size)
+        # "clip" writes straight to out, where "raise" would go through a copy; no byte is out of range
+        np.take(
+            table, codes[start // 2 : stop // 2], out=pairs[start // 2 : stop // 2], mode="clip"
+        )
+        blocks = out[start:stop].reshape(-1, block_size)
+        blocks *= absmax[start // block_size : stop // block_size, None]
+
+
+def nf4_dequantize(w: NF4Weight, dtype: Any = None, out: np.ndarray | None = None) -> np.ndarray:
+    """Decode an NF4 weight; see ``entrenar.reference.nf4.nf4_dequantize``.
+
+    Args:
+        w: The weight.
+        dtype: Name of the dtype wanted; that of the weight where None.
+        out: Array of ``w.shape`` to write to.
+
+    Returns:
+        ``w.shape``: float64 where that was asked for, float16 likewise, else float32; or ``out``.
+
+    Raises:
+        DTypeError: ``dtype`` is not floating.
+        ShapeMismatchError: ``out`` or the storage of ``w`` does not have the size of ``w.shape``.
+    """
+    name = str(w.dtype if dtype is None else dtype).removeprefix("torch.")
+    if name not in ("float32", "float16", "bfloat16", "float64"):
+        raise DTypeError(f"nf4_dequantize: dtype is {name}, wanted a floating type", "")
+    if name == "float16" or math.prod(w.shape) % w.block_size:
+        return plain.nf4_dequantize(w, dtype, out)
+    check_storage("nf4_dequantize", w)
+    wanted = np.dtype(np.float64 if name == "float64" else np.float32)
+    if out is not None:
+        check_shape("nf4_dequantize", "out", out, tuple(w.shape))
+    direct = out is not None and out.flags.c_contiguous and out.dtype == wanted
+    values = out if direct and out is not None else np.empty(w.shape, wanted)
+    _decode(w.codes, _absmax_of(w), w.block_size, values.reshape(-1))
+    if out is None or direct:
+        return values
+    out[...] = values
+    return out
+
+
+def check_storage(op: str, w: NF4Weight) -> None:
+    """Refuse a weight whose storage does not have the size that its shape needs.
+
+    Raises:
+        ConfigError: ``block_size`` is not above zero.
+        ShapeMismatchError: The codes or the scales are too few or too many.
+    """
+    if w.block_size <= 0:
+        raise ConfigError(f"{op}: w.block_size is {w.block_size}, wanted more than 0", "")
+    _, code_bytes, blocks = plain._sizes(w.shape, w.block_size)
+    check_shape(op, "w.codes", w.codes, (code_bytes,), "it belongs to another weight")
+    scales = w.absmax if w.absmax_codes is None else w.absmax_codes
+    check_shape(op, "w.absmax", scales, (blocks,), "it belongs to another weight")
+
+
+def rows_per_piece(w: NF4Weight) -> int:
+    """Return how many rows of a [out, in] weight to decode at a time: whole blocks, 4 MiB of them."""
+    n_out, n_in = w.shape
+    step = w.block_size // math.gcd(n_in, w.block_size) if n_in else 1
+    return min(max(SCRATCH_VALUES // max(n_in * step, 1), 1) * step, max(n_out, 1))
+
+
+def decode_rows(w: NF4Weight, start: int, stop: int, dtype: Any) -> np.ndarray:
+    """Decode rows ``[start, stop)`` of a [out, in] weight into this thread's scratch.
+
+    ``start`` is a multiple of :func:`rows_per_piece`. The result is overwritten by the next call.
+    """
+    n_in = w.shape[1]
+    rows = scratch("nf4", (stop - start, n_in), dtype)
+    first, last = start * n_in, stop * n_in
+    if last % w.block_size:
+        padded = _padded(w, first, last)
+        rows.reshape(-1)[...] = plain.nf4_dequantize(padded, np.dtype(dtype))
+        return rows
+    blocks = slice(first // w.block_size, last // w.block_size)
+    _decode(w.codes[first // 2 : last // 2], _absmax_of(w)[blocks], w.block_size, rows.reshape(-1))
+    return rows
+
+
+def _padded(w: NF4Weight, first: int, last: int) -> NF4Weight:
+    """Return the values ``[first, last)`` as a weight of their own; the last block may be short."""
+    blocks = slice(first // w.block_size, -(-last // w.block_size))
+    codes = w.codes[first // 2 : -(-last // 2)]
+    return NF4Weight(codes, _absmax_of(w)[blocks], (last - first,), w.dtype, w.block_size)
