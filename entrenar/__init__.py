@@ -11,7 +11,15 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_PUBLIC: dict[str, str] = {}
+_PUBLIC: dict[str, str] = {
+    "Event": "entrenar.autograd",
+    "Stream": "entrenar.autograd",
+    "Tape": "entrenar.autograd",
+    "Tensor": "entrenar.autograd",
+    "checkpoint": "entrenar.autograd",
+    "gradcheck": "entrenar.autograd",
+    "no_grad": "entrenar.autograd",
+}
 
 __all__ = ["__version__", *sorted(_PUBLIC)]
 

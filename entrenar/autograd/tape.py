@@ -1,0 +1,322 @@
+"""The tape: ops in the order they ran, walked once in reverse.
+
+The active tape is held in a context variable, so each thread and coroutine has its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar, Token
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from entrenar.autograd.node import Backward, Edge, Node
+from entrenar.autograd.stream import Stream, current_stream
+from entrenar.autograd.tensor import Slot, Tensor
+from entrenar.autograd.walk import walk
+from entrenar.errors import AutogradError
+from entrenar.optable import call
+
+__all__ = ["Probe", "Tape", "active", "no_grad", "record", "recording", "run", "wrap"]
+
+
+class Probe:
+    """Stands in for a tape while ``checkpoint`` runs forward: records nothing, sees gradients wanted.
+
+    Attributes:
+        wanted: Whether any op so far had an input that requires a gradient.
+    """
+
+    def __init__(self) -> None:
+        self.wanted = False
+
+    def see(self, op: str, inputs: Sequence[Tensor | None]) -> None:
+        """Note an op's inputs.
+
+        Raises:
+            AutogradError: One was made on a tape outside the checkpointed function.
+        """
+        for tensor in inputs:
+            if tensor is not None and tensor.slot is not None:
+                raise AutogradError(
+                    f"checkpoint: the function's {op} reads a tensor of shape {tensor.shape} that "
+                    f"{tensor.slot.op} made outside of it, so its gradient would be lost",
+                    "pass the tensor to checkpoint as an argument",
+                )
+            self.wanted = self.wanted or (tensor is not None and tensor.requires_grad)
+
+
+_ACTIVE: ContextVar[Tape | Probe | None] = ContextVar("entrenar_tape", default=None)
+
+
+def active() -> Tape | Probe | None:
+    """Return the tape that ops record on now, or None."""
+    return _ACTIVE.get()
+
+
+@contextlib.contextmanager
+def activated(tape: Tape | Probe | None) -> Iterator[None]:
+    """Make ``tape`` the active one inside the block."""
+    token = _ACTIVE.set(tape)
+    try:
+        yield
+    finally:
+        _ACTIVE.reset(token)
+
+
+class no_grad(contextlib.ContextDecorator):
+    """Compute without recording, as a block or as a decorator; nesting and recursion are fine."""
+
+    def __init__(self) -> None:
+        self._tokens: list[Token[Tape | Probe | None]] = []
+
+    def _recreate_cm(self) -> no_grad:
+        return no_grad()
+
+    def __enter__(self) -> no_grad:
+        self._tokens.append(_ACTIVE.set(None))
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        _ACTIVE.reset(self._tokens.pop())
+
+
+class Tape:
+    """Records differentiable ops and computes gradients from them.
+
+    ``with Tape(stream) as tape:`` runs the block's ops on ``stream`` and records each whose result
+    has a gradient. :meth:`backward` may be called inside the block or after it.
+
+    Args:
+        stream: The stream of the block's ops; None keeps the stream that is current where an op
+            runs.
+        overwrite_activations: Backward may overwrite what the tape's own ops made, once no other
+            op needs it: gradients of logits and of gated activations then need no memory of their
+            own. Values of intermediate tensors must not be read after backward.
+    """
+
+    def __init__(
+        self, stream: Stream | None = None, *, overwrite_activations: bool = False
+    ) -> None:
+        self.stream = stream
+        self.overwrite_activations = overwrite_activations
+        self._token = object()
+        self._nodes: dict[int, Node] = {}
+        self._serial = 0
+        self._entered: list[Token[Tape | Probe | None]] = []
+
+    def __enter__(self) -> Tape:
+        if self.stream is not None:
+            self.stream.__enter__()
+        self._entered.append(_ACTIVE.set(self))
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        _ACTIVE.reset(self._entered.pop())
+        if self.stream is not None:
+            self.stream.__exit__(kind, error, trace)
+
+    def __len__(self) -> int:
+        """Return the number of recorded ops that were not freed."""
+        return len(self._nodes)
+
+    @property
+    def token(self) -> object:
+        """Identity of the tape, which its tensors carry instead of the tape itself."""
+        return self._token
+
+    def add(
+        self,
+        op: str,
+        inputs: Sequence[Tensor | None],
+        outputs: Sequence[Tensor],
+        saved: Sequence[Any],
+        backward: Backward,
+        settings: dict[str, Any],
+    ) -> None:
+        """Record one op; its outputs then require gradients."""
+        edges = tuple(self._edge(op, tensor) for tensor in inputs)
+        stream = current_stream(outputs[0].device)
+        self._serial += 1
+        node = Node(op, edges, saved, backward, stream, settings, self._token)
+        slots = []
+        for tensor in outputs:
+            tensor.requires_grad = True
+            tensor.slot = Slot(tensor, op, self._serial, self._token)
+            slots.append(tensor.slot)
+        node.outputs = tuple(slots)
+        self._nodes[self._serial] = node
+
+    def _edge(self, op: str, tensor: Tensor | None) -> Edge:
+        if tensor is None or not tensor.requires_grad:
+            return None
+        if tensor.slot is None:
+            return tensor
+        if tensor.slot.token is not self._token:
+            raise AutogradError(
+                f"{op}: an input of shape {tensor.shape} was made by {tensor.slot.op} on another "
+                "tape",
+                "call .detach() on it, or run both ops on one tape",
+            )
+        return tensor.slot
+
+    def backward(
+        self,
+        loss: Tensor | Sequence[Tensor],
+        grad: Any = None,
+        retain_graph: bool = False,
+    ) -> None:
+        """Add the gradients of ``loss`` to ``.grad`` of every leaf that requires one.
+
+        Gradients of intermediate tensors are freed as soon as they are consumed, and what an op
+        saved as soon as its backward has run.
+
+        Args:
+            loss: A tensor made on this tape, or several.
+            grad: The gradient of ``loss``, of its shape and dtype; 1 for a scalar where None.
+            retain_graph: Keep what was saved, so that backward can run again.
+
+        Raises:
+            AutogradError: The loss was not made on this tape, is not a scalar and has no ``grad``,
+                the graph was freed by an earlier backward, or a saved tensor was modified in place.
+                No gradient has changed then.
+        """
+        losses = (loss,) if isinstance(loss, Tensor) else tuple(loss)
+        grads = tuple(grad) if isinstance(grad, list | tuple) else (grad,) * len(losses)
+        if len(grads) != len(losses):
+            raise AutogradError(f"backward: {len(grads)} gradients for {len(losses)} tensors", "")
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(activated(None))
+            if self.stream is not None:
+                stack.enter_context(self.stream)
+            seeds = [self._seed(t, g) for t, g in zip(losses, grads, strict=True)]
+            overwrite = self.overwrite_activations and not retain_graph
+            walk(self._nodes, seeds, retain=retain_graph, overwrite=overwrite)
+
+    def _seed(self, loss: Tensor, grad: Any) -> tuple[Slot, torch.Tensor, bool]:
+        if not isinstance(loss, Tensor):
+            raise AutogradError(
+                f"backward: the loss is a {type(loss).__name__}, wanted a Tensor", ""
+            )
+        if loss.slot is None or loss.slot.token is not self._token:
+            why = "is a leaf or needs no gradient" if loss.slot is None else "is on another tape"
+            raise AutogradError(
+                f"backward: the loss of shape {loss.shape} was not made on this tape: it {why}",
+                "compute it inside `with tape:` from tensors with requires_grad=True, "
+                "outside of no_grad()",
+            )
+        if grad is None:
+            if loss.data.numel() != 1:
+                raise AutogradError(
+                    f"backward: the loss has shape {loss.shape}, wanted a scalar",
+                    "pass grad=, the gradient of the loss",
+                )
+            seed = torch.empty(loss.shape, dtype=loss.dtype, device=loss.device)
+            call("fill_", seed, 1.0, stream=current_stream(loss.device))
+            return loss.slot, seed, True
+        seed = grad.data if isinstance(grad, Tensor) else Tensor(grad).data
+        if (
+            tuple(seed.shape) != loss.shape
+            or seed.dtype != loss.dtype
+            or seed.device != loss.device
+        ):
+            raise AutogradError(
+                f"backward: grad is {seed.dtype} {tuple(seed.shape)} on {seed.device}, wanted "
+                f"{loss.dtype} {loss.shape} on {loss.device}",
+                "",
+            )
+        return loss.slot, seed, False
+
+
+def recording(*tensors: Tensor | None) -> bool:
+    """Whether an op of these inputs will be put on a tape."""
+    return isinstance(_ACTIVE.get(), Tape) and any(
+        t is not None and t.requires_grad for t in tensors
+    )
+
+
+def record(
+    op: str,
+    inputs: Sequence[Tensor | None],
+    outputs: Tensor | Sequence[Tensor],
+    backward: Backward,
+    *,
+    saved: Sequence[Any] = (),
+    **settings: Any,
+) -> None:
+    """Put an op that has run on the active tape, where an input requires a gradient.
+
+    Args:
+        op: Its name, for messages.
+        inputs: The inputs that may have gradients, in the order ``backward`` returns them.
+        outputs: Its results; they require gradients from here on.
+        backward: ``backward(node, *grads)``, see :class:`~entrenar.autograd.node.Node`.
+        saved: What ``backward`` reads as ``node.saved``: tensors, whose in-place modification is
+            noticed, and anything else.
+        **settings: What ``backward`` reads as ``node.settings``.
+    """
+    tape = _ACTIVE.get()
+    if tape is None:
+        return
+    if isinstance(tape, Probe):
+        tape.see(op, inputs)
+    elif any(tensor is not None and tensor.requires_grad for tensor in inputs):
+        outputs = (outputs,) if isinstance(outputs, Tensor) else outputs
+        tape.add(op, inputs, outputs, saved, backward, settings)
+
+
+def run(function: str, /, *args: Any, strided: bool = False, **kwargs: Any) -> Any:
+    """Run a function of the table on the current stream, after what last wrote its arguments.
+
+    Args:
+        function: Its name.
+        *args: Its arguments: Tensors, or anything the function takes.
+        strided: It takes any strides; otherwise Tensors are made contiguous first.
+        **kwargs: Its keyword arguments.
+
+    Returns:
+        Its results as Tensors that remember the stream; what is not storage as it is.
+    """
+    given = (*args, *kwargs.values())
+    device = next((a.device for a in given if isinstance(a, torch.Tensor | Tensor)), None)
+    stream = current_stream("cpu" if device is None else device)
+    for value in given:
+        if isinstance(value, Tensor):
+            value.ready_on(stream)
+
+    def storage(value: Any) -> Any:
+        data = value.data if isinstance(value, Tensor) else value
+        return data if strided or not isinstance(data, torch.Tensor) else data.contiguous()
+
+    args = tuple(storage(a) for a in args)
+    kwargs = {name: storage(a) for name, a in kwargs.items()}
+    result = call(function, *args, stream=stream, **kwargs)
+    if isinstance(result, tuple):
+        return tuple(wrap(r, stream) for r in result)
+    return wrap(result, stream)
+
+
+def wrap(value: Any, stream: Stream) -> Any:
+    """Return storage that work on ``stream`` writes as a Tensor of the active tape."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    tensor = Tensor(value)
+    tape = _ACTIVE.get()
+    home = tape.stream if isinstance(tape, Tape) else None
+    tensor.state.written(stream, record=home is not None and stream != home)
+    if isinstance(tape, Tape):
+        tensor.state.owner = tape.token
+    return tensor
