@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.optim.adamw import adamw
 
 from entrenar.errors import ConfigError, DTypeError, ShapeMismatchError
 from entrenar.optable.row import Arguments, ErrorCase, Function, Op, Sample
@@ -48,7 +47,7 @@ def _make(
     return make
 
 
-def _torch(
+def _baseline(
     params: torch.Tensor,
     grads: torch.Tensor,
     m: torch.Tensor,
@@ -63,6 +62,8 @@ def _torch(
     skip: torch.Tensor | None = None,
 ) -> None:
     """Run torch's functional AdamW on the same storage; its own step counter is a float."""
+    from torch.optim.adamw import adamw
+
     if skip is not None and int(skip):
         return
     counter = step.to(torch.float32).reshape(())
@@ -129,7 +130,7 @@ OPS: tuple[Op, ...] = (
         flops=lambda inputs: 16 * inputs["params"].size,
         traffic_bound=1.05,
         traffic_reason="one pass: four reads and three writes an element",
-        torch_baseline=_torch,
+        torch_baseline=_baseline,
         source="Loshchilov and Hutter, arXiv:1711.05101, algorithm 2; torch.optim.AdamW",
     ),
 )  # fmt: skip

@@ -53,23 +53,23 @@ def _matrix(rng: np.random.Generator) -> Arguments:
     return {"flat": rng.standard_normal((3, 4))}
 
 
-def _torch_norm(flat: torch.Tensor) -> torch.Tensor:
+def _norm_baseline(flat: torch.Tensor) -> torch.Tensor:
     wide = torch.promote_types(flat.dtype, torch.float32)
     return torch.linalg.vector_norm(flat, dtype=wide).reshape(1)
 
 
-def _torch_factor(
+def _factor_baseline(
     flat: torch.Tensor, max_norm: float | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    norm = _torch_norm(flat)
+    norm = _norm_baseline(flat)
     limit = float("inf") if max_norm is None else max_norm
     finite = torch.isfinite(norm)
     factor = torch.where(norm > limit, limit / norm, torch.ones_like(norm))
     return norm, torch.where(finite, factor, torch.zeros_like(norm)), (~finite).to(torch.int32)
 
 
-def _torch_clip(flat: torch.Tensor, max_norm: float | None) -> torch.Tensor:
-    norm, factor, skip = _torch_factor(flat, max_norm)
+def _clip_baseline(flat: torch.Tensor, max_norm: float | None) -> torch.Tensor:
+    norm, factor, skip = _factor_baseline(flat, max_norm)
     flat.copy_(torch.where(skip.bool(), flat, flat * factor))
     return norm
 
@@ -102,7 +102,7 @@ OPS: tuple[Op, ...] = (
         flops=lambda inputs: 2 * inputs["flat"].size,
         traffic_bound=1.05,
         traffic_reason="one pass; partial sums are three floats a program",
-        torch_baseline=_torch_norm,
+        torch_baseline=_norm_baseline,
         source="Blue, doi:10.1145/355769.355771, one pass with three accumulators",
     ),
     Op(
@@ -123,7 +123,7 @@ OPS: tuple[Op, ...] = (
         flops=lambda inputs: 2 * inputs["flat"].size,
         traffic_bound=1.05,
         traffic_reason="one pass; partial sums are three floats a program",
-        torch_baseline=_torch_factor,
+        torch_baseline=_factor_baseline,
         source="Pascanu et al., arXiv:1211.5063, algorithm 1; norm as in Blue's",
     ),
     Op(
@@ -140,7 +140,7 @@ OPS: tuple[Op, ...] = (
         traffic_bound=1.5,
         traffic_reason="the norm must be known before the first element is scaled: two reads and "
         "one write; no second pass where the factor is 1",
-        torch_baseline=_torch_clip,
+        torch_baseline=_clip_baseline,
         source="Pascanu et al., arXiv:1211.5063, algorithm 1; torch.nn.utils.clip_grad_norm_",
     ),
 )

@@ -42,7 +42,7 @@ def _bytes(inputs: Arguments, itemsize: int) -> int:
     return (len(np.unique(ids)) + ids.size) * width * itemsize + ids.nbytes
 
 
-def _torch(
+def _baseline(
     ids: torch.Tensor, weight: torch.Tensor, status: torch.Tensor | None = None
 ) -> torch.Tensor:
     return torch.nn.functional.embedding(ids, weight)
@@ -106,7 +106,7 @@ OPS: tuple[Op, ...] = (
         traffic_bound=None,
         traffic_reason="a row that several ids name is read once for each by a gather; caches, "
         "which the count leaves out, catch it",
-        torch_baseline=_torch,
+        torch_baseline=_baseline,
         source="a gather and its transpose; torch.nn.functional.embedding",
     ),
 )  # fmt: skip

@@ -89,7 +89,7 @@ def _flops(inputs: Arguments) -> int:
     return (4 if inputs.get("residual") is None else 5) * inputs["x"].size
 
 
-def _torch(
+def _baseline(
     x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
 ) -> Any:
     total = x if residual is None else x + residual
@@ -157,7 +157,7 @@ OPS: tuple[Op, ...] = (
         flops=_flops,
         traffic_bound=1.05,
         traffic_reason=_TRAFFIC,
-        torch_baseline=_torch,
+        torch_baseline=_baseline,
         source=_SOURCE,
     ),
     Op(
@@ -187,7 +187,7 @@ OPS: tuple[Op, ...] = (
         flops=_flops,
         traffic_bound=1.05,
         traffic_reason=_TRAFFIC,
-        torch_baseline=_torch,
+        torch_baseline=_baseline,
         source=_SOURCE,
         grad_outputs=(0, 2),
     ),

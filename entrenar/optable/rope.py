@@ -68,7 +68,7 @@ def _flops(inputs: Arguments) -> int:
     return 6 * inputs["positions"].size * heads * inputs["cos"].shape[1]
 
 
-def _torch(
+def _baseline(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     c, s = (table[positions.long()][:, None].to(q.dtype) for table in (cos, sin))
@@ -124,7 +124,7 @@ OPS: tuple[Op, ...] = (
         flops=_flops,
         traffic_bound=1.05,
         traffic_reason="one pass in place; the tables' rows in use count once",
-        torch_baseline=_torch,
+        torch_baseline=_baseline,
         source="Su et al., arXiv:2104.09864, equation 34; transformers' apply_rotary_pos_emb",
         grad_outputs=(0, 1),
     ),

@@ -78,15 +78,23 @@ def _plain_vjp(function: str) -> Callable[..., dict[str, Any]]:
     return vjp
 
 
-def _torch_swiglu(
+def _swiglu_baseline(
     gate: torch.Tensor, up: torch.Tensor, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     y = torch.nn.functional.silu(gate) * up
     return y if out is None else out.copy_(y)
 
 
-def _torch_gelu(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
+def _gelu_baseline(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
     return torch.nn.functional.gelu(x, approximate=approximate)
+
+
+def _silu_baseline(x: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.silu(x)
+
+
+def _relu_baseline(x: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.relu(x)
 
 
 def _shapes_differ(rng: np.random.Generator) -> Arguments:
@@ -167,19 +175,19 @@ OPS: tuple[Op, ...] = (
         flops=lambda inputs: 5 * inputs["gate"].size,
         traffic_bound=1.05,
         traffic_reason="one pass, two reads and one write an element",
-        torch_baseline=_torch_swiglu,
+        torch_baseline=_swiglu_baseline,
         source="Shazeer, arXiv:2002.05202, equation 6",
     ),
     _plain_op(
         "silu", _SILU, _SILU_BACKWARD, _plain_samples(), 4,
-        lambda x: torch.nn.functional.silu(x),
+        _silu_baseline,
         "Elfwing et al., arXiv:1702.03118",
         "one rounding at the store; exp, a division and two products in float32",
     ),
     _plain_op(
         "gelu", _GELU, _GELU_BACKWARD,
         _plain_samples(approximate="none") + _plain_samples(approximate="tanh"), 12,
-        _torch_gelu,
+        _gelu_baseline,
         "Hendrycks and Gimpel, arXiv:1606.08415, section 2",
         "one rounding at the store; erf (or tanh, its argument a cubic) is good to a few units of "
         "float32's last place of 1, which the left tail sees as absolute",
@@ -190,7 +198,7 @@ OPS: tuple[Op, ...] = (
     ),
     _plain_op(
         "relu", _RELU, _RELU_BACKWARD, _plain_samples(), 1,
-        lambda x: torch.nn.functional.relu(x),
+        _relu_baseline,
         "max(x, 0), with derivative 0 at 0",
         "exact: a comparison and a copy",
     ),
