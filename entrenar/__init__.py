@@ -13,9 +13,13 @@ __version__ = "0.1.0"
 
 _PUBLIC: dict[str, str] = {
     "Event": "entrenar.autograd",
+    "GenerateConfig": "entrenar.transformer.sampling",
+    "GenerateResult": "entrenar.transformer.sampling",
     "Stream": "entrenar.autograd",
     "Tape": "entrenar.autograd",
     "Tensor": "entrenar.autograd",
+    "Transformer": "entrenar.transformer.model",
+    "TransformerConfig": "entrenar.transformer.config",
     "checkpoint": "entrenar.autograd",
     "gradcheck": "entrenar.autograd",
     "no_grad": "entrenar.autograd",

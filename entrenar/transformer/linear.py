@@ -1,0 +1,64 @@
+"""One linear layer of a decoder: its frozen weight, dense or NF4, and the adapter it may carry."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from entrenar.autograd import Tensor, ops
+from entrenar.kernels.nf4_weight import NF4Weight
+
+if TYPE_CHECKING:
+    from entrenar.lora import LoraLayer
+
+__all__ = ["Linear"]
+
+# Distinct seeds of neighbouring layers come from one seed of the step by this odd multiplier.
+_SEED_STRIDE = 0x9E3779B1
+
+
+class Linear:
+    """y = x·Wᵀ + bias, plus the adapter's product where one is attached.
+
+    Args:
+        name: Full module name, such as ``model.layers.0.mlp.up_proj``.
+        index: Its place among the model's linears; tells the dropout masks of layers apart.
+        weight: [out_features, in_features].
+        bias: [out_features], or None.
+    """
+
+    def __init__(
+        self, name: str, index: int, weight: Tensor | NF4Weight, bias: Tensor | None = None
+    ) -> None:
+        self.name = name
+        self.index = index
+        self.weight = weight
+        self.bias = bias
+        self.adapter: LoraLayer | None = None
+
+    def __call__(self, x: Tensor, dropout_seed: int | None = None) -> Tensor:
+        """Apply the layer to rows.
+
+        Args:
+            x: [T, in_features].
+            dropout_seed: Seed of the step while training; None applies no dropout.
+
+        Returns:
+            [T, out_features].
+        """
+        adapter = self.adapter
+        if adapter is not None:
+            dropout = adapter.dropout if dropout_seed is not None else 0.0
+            seed = ((dropout_seed or 0) + self.index * _SEED_STRIDE) & 0x7FFFFFFF
+            return ops.lora_linear(
+                x,
+                self.weight,
+                adapter.lora_a,
+                adapter.lora_b,
+                adapter.scaling,
+                self.bias,
+                dropout,
+                seed,
+            )
+        if isinstance(self.weight, NF4Weight):
+            return ops.nf4_linear(x, self.weight, self.bias)
+        return ops.linear(x, self.weight, self.bias)

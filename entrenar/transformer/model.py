@@ -1,0 +1,431 @@
+"""A decoder with its weights: from a checkpoint to hidden states and logits.
+
+Weights are frozen; what trains is an adapter attached to the linears. With ``quantize="nf4"`` every
+decoder linear is held in 4 bits, while embedding, norms and the output projection stay dense.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import os
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from entrenar import runtime
+from entrenar.autograd import Tensor, checkpoint, no_grad, ops
+from entrenar.errors import AdapterError, ConfigError, ShapeMismatchError
+from entrenar.kernels.nf4_weight import NF4Weight
+from entrenar.optable import call
+from entrenar.transformer.block import Block, Rows
+from entrenar.transformer.checkpoint import Checkpoint, open_checkpoint
+from entrenar.transformer.config import TransformerConfig
+from entrenar.transformer.kv_cache import KVCache
+from entrenar.transformer.linear import Linear
+from entrenar.transformer.rope import RopeTable
+from entrenar.transformer.weights import (
+    EMBEDDING,
+    FINAL_NORM,
+    LM_HEAD,
+    check_tensors,
+    linear_shapes,
+)
+
+if TYPE_CHECKING:
+    from entrenar.lora import LoraAdapters
+    from entrenar.transformer.tokenizer import Tokenizer
+
+__all__ = ["Transformer"]
+
+_DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float64": torch.float64,
+}
+_LOGIT_ROWS = 512
+
+
+class Transformer:
+    """A decoder-only language model.
+
+    Args:
+        config: Its sizes.
+        weights: (Hugging Face name, tensor) of every weight; consumed one at a time.
+        quantize: ``"nf4"`` to hold decoder linears in 4 bits, or None.
+        dtype: Storage dtype of dense weights and activations; ``"auto"`` is float32 on the CPU and
+            bfloat16 on a GPU. float64 is for checking gradients on the CPU.
+        device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
+        double_quant: Quantise the NF4 scales too.
+        tokenizer: The model's, or None.
+        path: Where it came from, or None.
+        stop_token_ids: Ids that end a text; the config's where None.
+
+    Raises:
+        CheckpointError: A weight is missing, extra, or of a wrong shape.
+        ConfigError: An option is not one of those above.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        weights: Iterable[tuple[str, torch.Tensor]],
+        *,
+        quantize: str | None = None,
+        dtype: str = "float32",
+        device: str = "auto",
+        double_quant: bool = False,
+        tokenizer: Tokenizer | None = None,
+        path: Path | None = None,
+        stop_token_ids: tuple[int, ...] | None = None,
+    ) -> None:
+        self.device = runtime.resolve_device(device)
+        self.dtype = _storage_dtype(dtype, self.device)
+        if quantize not in (None, "nf4"):
+            raise ConfigError(f"quantize is {quantize!r}, wanted 'nf4' or None", "")
+        self.quantize = quantize
+        self.tokenizer = tokenizer
+        self.path = path
+        self.stop_token_ids = config.eos_token_ids if stop_token_ids is None else stop_token_ids
+        self._double_quant = double_quant
+        linear_weights = {f"{name}.weight" for name in linear_shapes(config)}
+        held: dict[str, Tensor | NF4Weight] = {}
+        for name, tensor in weights:
+            held[name] = self._hold(name, tensor, quantised=name in linear_weights)
+            del tensor
+        shapes = {name: tuple(weight.shape) for name, weight in held.items()}
+        check_tensors(str(path or "weights"), shapes, config)
+        self.config = _settle_tie(config, held)
+        self._weights = held
+        self._build(held)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str | os.PathLike[str],
+        quantize: str | None = None,
+        dtype: str = "float32",
+        device: str = "auto",
+        double_quant: bool = False,
+    ) -> Transformer:
+        """Load a model from a Hugging Face folder or a GGUF file.
+
+        Args:
+            path: The folder or file, on this machine.
+            quantize: ``"nf4"`` to hold decoder linears in 4 bits, or None.
+            dtype: Storage dtype of dense weights and activations, or ``"auto"``.
+            device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
+            double_quant: Quantise the NF4 scales too.
+
+        Raises:
+            CheckpointError: The checkpoint is missing, incomplete or damaged.
+            UnsupportedModelError: Its architecture or format is not implemented.
+            ConfigError: Its config or an option is not sensible.
+        """
+        found = open_checkpoint(path)
+        return cls(
+            found.config,
+            _tensors(found),
+            quantize=quantize,
+            dtype=dtype,
+            device=device,
+            double_quant=double_quant,
+            tokenizer=found.tokenizer(),
+            path=found.path,
+            stop_token_ids=found.stop_token_ids,
+        )
+
+    @property
+    def embedding(self) -> Tensor:
+        """The token embedding [V, H], frozen."""
+        return self._embedding
+
+    @property
+    def lm_head_weight(self) -> Tensor:
+        """The output projection [V, H]; the embedding itself where they are tied."""
+        return self._lm_head
+
+    def named_weights(self) -> dict[str, Tensor | NF4Weight]:
+        """Return every weight by its Hugging Face name."""
+        return dict(self._weights)
+
+    def linear_shapes(self) -> dict[str, tuple[int, int]]:
+        """Return (out_features, in_features) of each linear an adapter can target, by full name."""
+        return linear_shapes(self.config)
+
+    def num_parameters(self) -> int:
+        """Return the number of weights of the model itself, adapters not included."""
+        return sum(math.prod(weight.shape) for weight in self._weights.values())
+
+    def nbytes(self) -> int:
+        """Return the bytes its weights occupy as they are held."""
+        return sum(
+            w.nbytes if isinstance(w, NF4Weight) else w.data.numel() * w.data.element_size()
+            for w in self._weights.values()
+        )
+
+    def attach(self, adapters: LoraAdapters) -> None:
+        """Let every linear an adapter names compute with it; earlier adapters are detached.
+
+        Raises:
+            AdapterError: It names a linear the model has not, or one of another shape.
+        """
+        for name, layer in adapters.layers.items():
+            linear = self._linears.get(name)
+            if linear is None:
+                raise AdapterError(
+                    f"the adapter targets {name}, which the model has not",
+                    "it was made for another model",
+                )
+            shape = (layer.lora_b.shape[0], layer.lora_a.shape[1])
+            if shape != tuple(linear.weight.shape):
+                raise AdapterError(
+                    f"the adapter's {name} is for {shape}, the model's is "
+                    f"{tuple(linear.weight.shape)}",
+                    "it was made for another model",
+                )
+        self.detach_adapters()
+        for name, layer in adapters.layers.items():
+            self._linears[name].adapter = layer
+
+    def detach_adapters(self) -> None:
+        """Let every linear compute with its own weight alone."""
+        for linear in self._linears.values():
+            linear.adapter = None
+
+    def hidden(
+        self,
+        ids: Any,
+        positions: Any,
+        cu_seqlens: Any = None,
+        cache: KVCache | None = None,
+        checkpointing: bool = False,
+        dropout_seed: int | None = None,
+    ) -> Tensor:
+        """Return the last hidden state of packed rows, after the final norm.
+
+        Args:
+            ids: int64 [T], token ids of all sequences, one after another; ndarray or torch.
+            positions: int64 or int32 [T], place of each row in its own sequence.
+            cu_seqlens: int32 [B+1], first row of each sequence, and T; None for one sequence.
+            cache: Holds earlier positions of the one sequence these rows continue, and takes
+                theirs; only without a tape.
+            checkpointing: Keep only each block's inputs and compute it again in backward.
+            dropout_seed: Seed of the adapters' dropout while training; None applies none.
+
+        Returns:
+            [T, H].
+
+        Raises:
+            ShapeMismatchError: The arguments do not fit together, or a position lies past the
+                model's context.
+        """
+        tokens = self._integers("ids", ids, torch.int64)
+        rows = self._rows(tokens, positions, cu_seqlens, cache, dropout_seed)
+        x, residual = ops.embedding(tokens, self._embedding), None
+        for block in self._blocks:
+            if not checkpointing:
+                x, residual = block(x, residual, rows)
+            elif residual is None:
+                x, residual = checkpoint(functools.partial(block, residual=None, rows=rows), x)
+            else:
+                x, residual = checkpoint(functools.partial(block, rows=rows), x, residual)
+        if cache is not None:
+            cache.advance(tokens.shape[0])
+        eps = self.config.rms_norm_eps
+        if residual is None:
+            return ops.rms_norm(x, self._norm, eps)
+        return ops.rms_norm_residual(x, residual, self._norm, eps)[0]
+
+    def logits(self, ids: Any) -> np.ndarray:
+        """Return the logits of whole sequences.
+
+        Args:
+            ids: int [batch, seq], ndarray or nested lists.
+
+        Returns:
+            float32 [batch, seq, V] (float64 of a float64 model).
+
+        Raises:
+            ShapeMismatchError: ``ids`` is not rectangular, or longer than the context.
+        """
+        array = _rectangle(ids)
+        batch, length = array.shape
+        positions = np.tile(np.arange(length, dtype=np.int64), batch)
+        cu_seqlens = np.arange(batch + 1, dtype=np.int32) * length
+        if not array.size:
+            return np.zeros((batch, length, self.config.vocab_size), dtype=np.float32)
+        with no_grad():
+            hidden = self.hidden(array.reshape(-1), positions, cu_seqlens)
+            return self.project(hidden.data).reshape(batch, length, -1)
+
+    def project(self, hidden: torch.Tensor) -> np.ndarray:
+        """Return the logits of hidden states [n, H] as float32 [n, V], on the host."""
+        wide = torch.float64 if self.dtype == torch.float64 else torch.float32
+        out = torch.empty((hidden.shape[0], self._lm_head.shape[0]), dtype=wide)
+        for start in range(0, hidden.shape[0], _LOGIT_ROWS):
+            part = hidden[start : start + _LOGIT_ROWS]
+            target = out[start : start + _LOGIT_ROWS]
+            made = target if self.device == "cpu" else torch.empty_like(target, device=self.device)
+            call("matmul", part, self._lm_head.data, trans_b=True, out=made)
+            if made is not target:
+                target.copy_(made)
+        return out.numpy()
+
+    def new_cache(self, capacity: int | None = None) -> KVCache:
+        """Return an empty cache for one sequence of at most ``capacity`` positions."""
+        return KVCache(self.config, self.dtype, self.device, capacity)
+
+    def next_logits(self, ids: np.ndarray, cache: KVCache) -> np.ndarray:
+        """Continue the cached sequence and return the logits after its last row: float32 [V]."""
+        positions = np.arange(cache.length, cache.length + len(ids), dtype=np.int64)
+        with no_grad():
+            hidden = self.hidden(ids, positions, cache=cache)
+            return self.project(hidden.data[-1:])[0]
+
+    def _hold(self, name: str, tensor: torch.Tensor, quantised: bool) -> Tensor | NF4Weight:
+        if quantised and self.quantize == "nf4":
+            moved = tensor.to(device=self.device, dtype=torch.float32).contiguous()
+            made = call("nf4_quantize", moved, double_quant=self._double_quant)
+            return dataclasses.replace(made, dtype=self.dtype)
+        return Tensor(tensor.to(device=self.device, dtype=self.dtype).contiguous(), name=name)
+
+    def _build(self, held: dict[str, Tensor | NF4Weight]) -> None:
+        config = self.config
+        self._embedding = _dense(held, EMBEDDING)
+        self._norm = _dense(held, FINAL_NORM)
+        self._lm_head = _dense(held, EMBEDDING if config.tie_word_embeddings else LM_HEAD)
+        self._linears = {
+            name: Linear(name, index, held[f"{name}.weight"], _bias(held, name))
+            for index, name in enumerate(linear_shapes(config))
+        }
+        self._blocks = []
+        for layer in range(config.num_hidden_layers):
+            prefix = f"model.layers.{layer}."
+            linears = {
+                name.rpartition(".")[2]: linear
+                for name, linear in self._linears.items()
+                if name.startswith(prefix)
+            }
+            norms = {
+                name.removesuffix(".weight").rpartition(".")[2]: _dense(held, name)
+                for name in held
+                if name.startswith(prefix) and name.endswith("norm.weight")
+            }
+            self._blocks.append(Block(config, layer, linears, norms))
+        self._table = RopeTable(config.rotary_dim, config.rope_theta, config.rope_scaling)
+        self._table_on_device: tuple[Any, torch.Tensor, torch.Tensor] | None = None
+
+    def _integers(self, name: str, values: Any, dtype: torch.dtype) -> torch.Tensor:
+        if isinstance(values, Tensor):
+            values = values.data
+        if not isinstance(values, torch.Tensor):
+            values = torch.from_numpy(np.array(values, dtype=np.int64))
+        if values.ndim != 1:
+            raise ShapeMismatchError(
+                f"{name} has shape {tuple(values.shape)}, wanted one dimension", ""
+            )
+        return values.to(device=self.device, dtype=dtype)
+
+    def _rows(
+        self,
+        tokens: torch.Tensor,
+        positions: Any,
+        cu_seqlens: Any,
+        cache: KVCache | None,
+        dropout_seed: int | None,
+    ) -> Rows:
+        places = self._integers("positions", positions, torch.int64)
+        if places.shape != tokens.shape:
+            raise ShapeMismatchError(
+                f"{tokens.shape[0]} ids and {places.shape[0]} positions, wanted as many", ""
+            )
+        starts = None
+        if cu_seqlens is not None:
+            starts = self._integers("cu_seqlens", cu_seqlens, torch.int32)
+            starts = starts if starts.shape[0] > 2 else None
+        if cache is not None:
+            if starts is not None:
+                raise ShapeMismatchError("a cache holds one sequence, cu_seqlens names several", "")
+            cache.reserve(tokens.shape[0])
+        cos, sin = self._rotation(positions, places)
+        return Rows(places, starts, cos, sin, cache, dropout_seed)
+
+    def _rotation(self, positions: Any, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return tables that cover the positions; on a GPU, without waiting for their values."""
+        limit = self.config.context_length
+        length = limit
+        if not places.is_cuda or self.config.rope_scaling.kind == "dynamic":
+            host = places.cpu().numpy()
+            length = int(host.max(initial=-1)) + 1
+        elif isinstance(positions, np.ndarray | list | tuple):
+            length = int(np.max(positions, initial=-1)) + 1
+        if length > limit:
+            raise ShapeMismatchError(
+                f"position {length - 1} lies past the model's context of {limit}",
+                "shorten the sequence",
+            )
+        tables = self._table.tables(length)
+        cached = self._table_on_device
+        if cached is None or cached[0] is not tables:
+            cos, sin = (torch.from_numpy(t).to(self.device) for t in tables)
+            cached = self._table_on_device = (tables, cos, sin)
+        return cached[1], cached[2]
+
+
+def _storage_dtype(dtype: str, device: str) -> torch.dtype:
+    if dtype == "auto":
+        return torch.float32 if device == "cpu" else torch.bfloat16
+    if dtype not in _DTYPES:
+        raise ConfigError(f"dtype is {dtype!r}, wanted auto or {', '.join(_DTYPES)}", "")
+    return _DTYPES[dtype]
+
+
+def _tensors(found: Checkpoint) -> Iterable[tuple[str, torch.Tensor]]:
+    return found.tensors()
+
+
+def _settle_tie(
+    config: TransformerConfig, held: dict[str, Tensor | NF4Weight]
+) -> TransformerConfig:
+    """Decide what a file means that ties the output projection and holds one all the same."""
+    if not config.tie_word_embeddings or LM_HEAD not in held:
+        return config
+    if np.array_equal(_dense(held, LM_HEAD).numpy(), _dense(held, EMBEDDING).numpy()):
+        del held[LM_HEAD]
+        return config
+    warnings.warn(
+        "the config ties lm_head.weight to the embedding, but the file holds another one; the "
+        "file's is used",
+        stacklevel=3,
+    )
+    return dataclasses.replace(config, tie_word_embeddings=False)
+
+
+def _dense(held: dict[str, Tensor | NF4Weight], name: str) -> Tensor:
+    weight = held[name]
+    assert isinstance(weight, Tensor)
+    return weight
+
+
+def _bias(held: dict[str, Tensor | NF4Weight], module: str) -> Tensor | None:
+    return _dense(held, f"{module}.bias") if f"{module}.bias" in held else None
+
+
+def _rectangle(ids: Any) -> np.ndarray:
+    try:
+        array = np.asarray(ids, dtype=np.int64)
+    except (TypeError, ValueError) as error:
+        raise ShapeMismatchError(
+            "ids are not [batch, seq]: the rows differ in length or hold no whole numbers",
+            "call logits once for each sequence",
+        ) from error
+    if array.ndim != 2:
+        raise ShapeMismatchError(f"ids have shape {array.shape}, wanted [batch, seq]", "")
+    return array
