@@ -123,7 +123,7 @@ def _quantize_absmax(absmax: np.ndarray, offset: np.ndarray) -> tuple[np.ndarray
     absmax2 = np.abs(centred).max(axis=1, initial=0)
     with np.errstate(all="ignore"):
         scaled = np.clip(centred * (np.float32(1) / absmax2)[:, None], -1, 1)
-        scaled[absmax2 == 0] = -1
+    scaled = np.nan_to_num(scaled, nan=-1)
     position = (scaled + np.float32(1)) * np.float32(0.5) * np.float32(plain.GRID - 1)
     codes = _code_of_grid()[(position + np.float32(0.5)).astype(np.int64)]
     return codes.reshape(-1)[: absmax.size], absmax2

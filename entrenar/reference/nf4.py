@@ -209,10 +209,10 @@ def _quantize_absmax(absmax: np.ndarray, offset: np.ndarray) -> tuple[np.ndarray
     for block in range(absmax2.size):
         at = slice(block * NESTED_BLOCK, (block + 1) * NESTED_BLOCK)
         absmax2[block] = np.abs(centred[at]).max()
-        if absmax2[block] == 0:
-            continue  # code 0, whose level times 0 adds nothing to the offset
-        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        with np.errstate(all="ignore"):
             scaled = np.clip(centred[at] * (np.float32(1) / absmax2[block]), -1, 1)
+        # 0 times an infinite reciprocal: code 0, whose level times absmax2 adds next to nothing
+        scaled = np.nan_to_num(scaled, nan=-1)
         position = (scaled + np.float32(1)) * np.float32(0.5) * np.float32(GRID - 1)
         codes[at] = code_of_grid[(position + np.float32(0.5)).astype(np.int64)]
     return codes, absmax2
