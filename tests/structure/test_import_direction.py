@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import sys
 from pathlib import Path
 
 import pytest
@@ -37,9 +38,6 @@ THIRD_PARTY = {
     "errors": set(),
     "checks": set(),
 }
-STANDARD = {
-    "__future__", "collections", "dataclasses", "functools", "math", "typing", "contextlib", "threading",
-}  # fmt: skip
 
 
 def imports(source: str, module: str) -> list[tuple[int, str]]:
@@ -66,7 +64,7 @@ def violations(source: str, module: str) -> list[str]:
         root, _, rest = name.partition(".")
         if root != "entrenar":
             allowed = THIRD_PARTY.get(layer)
-            if allowed is not None and root not in allowed | STANDARD:
+            if allowed is not None and root not in allowed | sys.stdlib_module_names:
                 wrong.append(f"{module}:{line}: {layer} imports {root}")
             continue
         target = rest.partition(".")[0]

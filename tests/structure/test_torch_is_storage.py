@@ -145,27 +145,18 @@ def jit_free(source: str) -> str:
     return ast.unparse(ast.Module(body=kept, type_ignores=[]))
 
 
+def is_baseline(node: ast.AST) -> bool:
+    """A row names torch's own op as the thing to compare with; only such functions may compute."""
+    return isinstance(node, ast.FunctionDef) and "baseline" in node.name
+
+
 def test_torch_is_used_as_storage_only() -> None:
     wrong = []
     for path in modules():
-        source = path.read_text()
-        if "baseline" in source and path.parent.name == "optable":
-            continue  # rows name torch's own op as the thing to compare with; checked below
-        wrong += violations(jit_free(source), str(path.relative_to(PACKAGE.parent)))
-    assert wrong == []
-
-
-def test_rows_use_torch_math_in_baselines_only() -> None:
-    """In a row's file only functions named ``*baseline*`` may compute with torch."""
-    wrong = []
-    for path in sorted((PACKAGE / "optable").glob("*.py")):
-        tree = ast.parse(path.read_text())
-        kept = [
-            node
-            for node in tree.body
-            if not (isinstance(node, ast.FunctionDef) and "baseline" in node.name)
-        ]
-        source = ast.unparse(ast.Module(body=kept, type_ignores=[]))
+        source = jit_free(path.read_text())
+        if path.parent.name == "optable":
+            kept = [node for node in ast.parse(source).body if not is_baseline(node)]
+            source = ast.unparse(ast.Module(body=kept, type_ignores=[]))
         wrong += violations(source, str(path.relative_to(PACKAGE.parent)))
     assert wrong == []
 
