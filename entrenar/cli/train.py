@@ -1,0 +1,102 @@
+"""`entrenar train`: check everything that can be checked, load the model, train, show."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from typing import Any
+
+from entrenar.cli.config_flags import config_from
+from entrenar.errors import ConfigError
+from entrenar.finetune.config import InstructConfig, nearest
+from entrenar.finetune.run_folder import RunFolder
+
+__all__ = ["RunSettings", "run"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """What a run is told beside the training settings; written to ``config.toml`` as ``[run]``.
+
+    Attributes:
+        model: A Hugging Face folder or a GGUF file.
+        data: Training samples.
+        eval_data: Held-out samples; None takes ``eval_fraction`` of the training ones.
+        command: The command that started the run.
+        save_every: Steps between checkpoints; 0 only when stopped.
+        eval_every: Steps between evaluations; 0 before and after only.
+        log_every: Steps between lines printed.
+        answers: Held-out questions answered before and after.
+    """
+
+    model: str
+    data: str
+    eval_data: str | None = None
+    command: str = "train"
+    save_every: int = 0
+    eval_every: int = 0
+    log_every: int = 1
+    answers: int = 3
+
+    def __post_init__(self) -> None:
+        for name, low in (("save_every", 0), ("eval_every", 0), ("log_every", 1), ("answers", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < low:
+                raise ConfigError(
+                    f"{name} is {value!r}, wanted a whole number of at least {low}", "correct it"
+                )
+
+    @classmethod
+    def resolve(cls, arguments: argparse.Namespace, table: dict[str, Any]) -> RunSettings:
+        """Take each setting from its flag, else from the file's ``[run]``, else its default.
+
+        Raises:
+            ConfigError: A name is unknown, or model or data is missing.
+        """
+        names = [field.name for field in dataclasses.fields(cls)]
+        for name in table:
+            if name not in names:
+                raise ConfigError(f"[run] has the unknown key {name!r}", nearest(name, names))
+        values = dict(table)
+        for name in names:
+            given = getattr(arguments, name, None)
+            if given is not None:
+                values[name] = given
+        for name in ("model", "data"):
+            if not values.get(name):
+                raise ConfigError(f"--{name} is missing", f"say --{name} and a path")
+        return cls(**values)
+
+    def table(self) -> dict[str, Any]:
+        """Return the settings that are set, for TOML."""
+        return {k: v for k, v in dataclasses.asdict(self).items() if v is not None}
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command."""
+    if not arguments.output:
+        raise ConfigError(
+            "--output is missing", "say --output and a new folder, such as runs/first"
+        )
+    folder = RunFolder(arguments.output)
+    folder.check(arguments.resume, arguments.overwrite)
+    file = arguments.config
+    if file is None and arguments.resume and folder.is_run:
+        file = str(folder.config)  # the run's own settings, so that --output --resume is enough
+    config, table = config_from(arguments, file)
+    settings = RunSettings.resolve(arguments, table)
+    return train(config, settings, folder, resume=arguments.resume, show=arguments.show)
+
+
+def train(
+    config: InstructConfig,
+    settings: RunSettings,
+    folder: RunFolder,
+    *,
+    resume: bool = False,
+    show: int = 0,
+) -> int:
+    """Train and report; everything that can fail early fails before the model is loaded."""
+    from entrenar.cli.session import Session
+
+    return Session(config, settings, folder, resume=resume).run(show)
