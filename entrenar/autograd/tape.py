@@ -242,10 +242,10 @@ class Tape:
 
 
 def recording(*tensors: Tensor | None) -> bool:
-    """Whether an op of these inputs will be put on a tape."""
-    return isinstance(_ACTIVE.get(), Tape) and any(
-        t is not None and t.requires_grad for t in tensors
-    )
+    """Whether an op of these inputs will be put on a tape; of none: whether a tape is active."""
+    if not isinstance(_ACTIVE.get(), Tape):
+        return False
+    return not tensors or any(t is not None and t.requires_grad for t in tensors)
 
 
 def record(
