@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from entrenar import runtime
-from entrenar.autograd import Tensor, checkpoint, no_grad, ops
+from entrenar.autograd import Tensor, checkpoint, no_grad, ops, recording
 from entrenar.errors import AdapterError, ConfigError, ShapeMismatchError
 from entrenar.kernels.nf4_weight import NF4Weight
 from entrenar.optable import call
@@ -67,6 +67,10 @@ class Transformer:
         path: Where it came from, or None.
         stop_token_ids: Ids that end a text; the config's where None.
 
+    Attributes:
+        dropout_step: Forward passes recorded so far; seeds the adapters' dropout, so a run that
+            resumes sets it to what it was.
+
     Raises:
         CheckpointError: A weight is missing, extra, or of a wrong shape.
         ConfigError: An option is not one of those above.
@@ -93,6 +97,7 @@ class Transformer:
         self.tokenizer = tokenizer
         self.path = path
         self.stop_token_ids = config.eos_token_ids if stop_token_ids is None else stop_token_ids
+        self.dropout_step = 0
         self._double_quant = double_quant
         linear_weights = {f"{name}.weight" for name in linear_shapes(config)}
         held: dict[str, Tensor | NF4Weight] = {}
@@ -193,9 +198,11 @@ class Transformer:
         self.detach_adapters()
         for name, layer in adapters.layers.items():
             self._linears[name].adapter = layer
+            self._trains = layer.lora_a
 
     def detach_adapters(self) -> None:
         """Let every linear compute with its own weight alone."""
+        self._trains = None
         for linear in self._linears.values():
             linear.adapter = None
 
@@ -217,7 +224,8 @@ class Transformer:
             cache: Holds earlier positions of the one sequence these rows continue, and takes
                 theirs; only without a tape.
             checkpointing: Keep only each block's inputs and compute it again in backward.
-            dropout_seed: Seed of the adapters' dropout while training; None applies none.
+            dropout_seed: Seed of the adapters' dropout. None takes the next of the model's own,
+                ``dropout_step``, where a tape records, and applies no dropout elsewhere.
 
         Returns:
             [T, H].
@@ -227,6 +235,9 @@ class Transformer:
                 model's context.
         """
         tokens = self._integers("ids", ids, torch.int64)
+        if dropout_seed is None and recording(self._trains):
+            dropout_seed = self.dropout_step
+            self.dropout_step += 1
         rows = self._rows(tokens, positions, cu_seqlens, cache, dropout_seed)
         x, residual = ops.embedding(tokens, self._embedding), None
         for block in self._blocks:
@@ -319,6 +330,7 @@ class Transformer:
                 if name.startswith(prefix) and name.endswith("norm.weight")
             }
             self._blocks.append(Block(config, layer, linears, norms))
+        self._trains: Tensor | None = None
         self._table = RopeTable(config.rotary_dim, config.rope_theta, config.rope_scaling)
         self._table_on_device: tuple[Any, torch.Tensor, torch.Tensor] | None = None
 

@@ -43,7 +43,7 @@ MSCALE = {**YARN, "mscale": 1.0, "mscale_all_dim": 0.7, "beta_fast": 8.0, "trunc
 
 
 def rope(theta, **rule):
-    return {"rope_parameters": {"rope_theta": theta, **{"rope_type": "default", **rule}}}
+    return {"rope_parameters": {"rope_theta": theta, "rope_type": "default", **rule}}
 
 
 CASES = {
@@ -91,8 +91,8 @@ def make_ids():
 
 def main():
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
     import transformers
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     out = {"made_with": f"transformers {transformers.__version__}", "cases": {}}
     for case, changes in CASES.items():

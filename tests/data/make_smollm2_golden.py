@@ -30,8 +30,10 @@ FIXED = (
     "Hello, world! How are you?", "x=1;y=2", "1 12 123 1234 12345", "3.14159", "  12   345",
     "def f(x):\n    return x ** 2\n", "for (int i = 0; i < n; ++i) { a[i] += b[i]; }\n",
     "<html><body class='a'>text</body></html>", "https://example.org/a?b=c&d=%20#e",
-    "na\u00efve caf\u00e9 \u00fcber", "na\u0131\u0308ve", "e\u0301", "\u65e5\u672c\u8a9e\u306e\u6587\u7ae0",
-    "\u041f\u0440\u0438\u0432\u0435\u0442, \u043c\u0438\u0440", "\u0645\u0631\u062d\u0628\u0627", "\U0001f600", "\U0001f468\u200d\U0001f469\u200d\U0001f467", "\u200b\ufeff\u00a0x",
+    "na\u00efve caf\u00e9 \u00fcber", "na\u0131\u0308ve", "e\u0301",
+    "\u65e5\u672c\u8a9e\u306e\u6587\u7ae0",
+    "\u041f\u0440\u0438\u0432\u0435\u0442, \u043c\u0438\u0440", "\u0645\u0631\u062d\u0628\u0627",
+    "\U0001f600", "\U0001f468\u200d\U0001f469\u200d\U0001f467", "\u200b\ufeff\u00a0x",
     "\x00\x01\x7f", "\ufffd", "<|im_start|>", "<|im_end|>", "<|im_start|>user\nhi<|im_end|>\n",
     "a<|endoftext|>b", "<|endoftext|><|endoftext|>", "<|im_start", "|im_end|>", "<repo_name>x",
     "<file_sep> <jupyter_code>", "\u2581under \u2581score", "a\u0000b", "tab\tand  double  spaces   three",
@@ -39,8 +41,10 @@ FIXED = (
 PIECES = (
     *"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789",
     *" .,;:!?()[]{}<>/\\'\"`~@#$%^&*-_=+|\n\t",
-    "  ", "   ", "\n\n", "the ", " of", "ing", "return ", "self.", "'s", "n't", "\u00e9", "\u00df", "\u03b1", "\u0439", "\u4e2d",
-    "\u6587", "\u3042", "\U0001f600", "\U0001f3fd", "\u0301", "\u00a0", "\u2028", "<|im_end|>", "<|im_start|>", "<file_sep>", "1234", "0x7f",
+    "  ", "   ", "\n\n", "the ", " of", "ing", "return ", "self.", "'s", "n't",
+    "\u00e9", "\u00df", "\u03b1", "\u0439", "\u4e2d",
+    "\u6587", "\u3042", "\U0001f600", "\U0001f3fd", "\u0301", "\u00a0", "\u2028",
+    "<|im_end|>", "<|im_start|>", "<file_sep>", "1234", "0x7f",
 )  # fmt: skip
 
 
