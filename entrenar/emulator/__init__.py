@@ -1,1 +1,11 @@
+"""Compiled kernels (PTX) executed on the CPU, checked as a sanitizer would and counted as a profiler would.
 
+``install_driver(target)`` makes ``kernel[grid](cpu_tensor, ...)`` compile for that target and run
+here; ``run_compiled`` runs one kernel and returns its counters and reports.
+"""
+
+from __future__ import annotations
+
+from entrenar.emulator.driver import EmuError, RunInfo, install_driver, run_compiled
+
+__all__ = ["EmuError", "RunInfo", "install_driver", "run_compiled"]
