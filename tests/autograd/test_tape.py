@@ -117,15 +117,14 @@ def test_several_losses_at_once() -> None:
         tape.backward([one, two], [np.array([1.0])])
 
 
-@pytest.mark.parametrize("op", [lambda x, one: ops.add(x, one), lambda x, one: ops.scale(x, 1.0)])
-def test_chain_of_ten_thousand(op) -> None:
+def test_chain_of_ten_thousand() -> None:
     """https://github.com/karpathy/micrograd/issues/90."""
     assert sys.getrecursionlimit() < 10_000
     x, one = leaf(0.0), Tensor(np.ones(1))
     with Tape() as tape:
         y = x
         for _ in range(10_000):
-            y = op(y, one)
+            y = ops.add(y, one)
     assert len(tape) == 10_000
     tape.backward(y)
     assert grad_of(x) == [1.0]
@@ -137,7 +136,7 @@ def test_freeing_a_long_chain_without_backward_does_not_recurse() -> None:
     with Tape() as tape:
         y = x
         for _ in range(10_000):
-            y = ops.scale(y, 1.0)
+            y = ops.reshape(y, (1,))
     del tape, y
     gc.collect()
 

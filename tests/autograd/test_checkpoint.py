@@ -1,0 +1,141 @@
+"""Recomputing in backward gives the same gradients, parameters included, from less memory."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from entrenar.autograd import Tape, Tensor, checkpoint, no_grad, ops
+from entrenar.errors import AutogradError
+
+RNG = np.random.default_rng(5)
+W1, W2 = RNG.standard_normal((8, 6)), RNG.standard_normal((6, 8))
+A, B = RNG.standard_normal((2, 6)), RNG.standard_normal((8, 2))
+X = RNG.standard_normal((4, 6))
+
+
+def parameters() -> tuple[Tensor, Tensor, torch.Tensor]:
+    a, b = Tensor(A.copy(), requires_grad=True), Tensor(B.copy(), requires_grad=True)
+    arena = torch.zeros(A.size + B.size, dtype=torch.float64)
+    a.grad, b.grad = arena[: A.size].view(2, 6), arena[A.size :].view(8, 2)
+    return a, b, arena
+
+
+def block(a: Tensor, b: Tensor) -> Callable[[Tensor], Tensor]:
+    def fn(x: Tensor) -> Tensor:
+        h = ops.lora_linear(x, Tensor(W1), a, b, 0.5, dropout_p=0.25, seed=3)
+        gated = ops.swiglu(h, ops.linear(x, Tensor(W1)))
+        return ops.add(x, ops.linear(gated, Tensor(W2)))
+
+    return fn
+
+
+@pytest.mark.parametrize("trainable_input", [False, True])
+def test_gradients_are_equal_to_the_bit_and_reach_the_arena(trainable_input: bool) -> None:
+    """Frozen inputs too: https://github.com/huggingface/transformers/issues/23170."""
+    results = []
+    for recompute in (False, True):
+        a, b, arena = parameters()
+        x = Tensor(X.copy(), requires_grad=trainable_input)
+        with Tape() as tape:
+            y = x
+            for _ in range(2):
+                y = checkpoint(block(a, b), y) if recompute else block(a, b)(y)
+            loss, _ = ops.cross_entropy(y, np.array([0, 5, -100, 2]))
+        tape.backward(loss)
+        results.append((loss.numpy().copy(), arena, x.grad))
+    (loss, arena, grad_x), (loss2, arena2, grad_x2) = results
+    np.testing.assert_array_equal(loss, loss2)
+    assert arena.abs().max() > 0
+    assert torch.equal(arena, arena2)
+    assert (grad_x is None) == (not trainable_input)
+    if grad_x is not None:
+        assert torch.equal(grad_x, grad_x2)
+
+
+def test_nothing_inside_is_kept() -> None:
+    inside: list[weakref.ref] = []
+
+    def fn(x: Tensor) -> Tensor:
+        h = ops.silu(x)
+        inside.append(weakref.ref(h.data))
+        return ops.multiply(h, h)
+
+    x = Tensor(X.copy(), requires_grad=True)
+    with Tape() as tape:
+        y = checkpoint(fn, x)
+        gc.collect()
+        assert [ref() for ref in inside] == [None]
+    tape.backward(y, np.ones(X.shape))
+    assert len(inside) == 2
+    assert inside[1]() is None
+
+
+def test_nothing_trainable_means_nothing_recorded() -> None:
+    with Tape() as tape:
+        y = checkpoint(ops.silu, Tensor(X.copy()))
+    assert len(tape) == 0
+    assert not y.requires_grad
+
+
+def test_without_a_tape_it_only_calls() -> None:
+    x = Tensor(X.copy(), requires_grad=True)
+    with Tape(), no_grad():
+        y = checkpoint(ops.silu, x)
+    np.testing.assert_array_equal(y.numpy(), ops.silu(x).numpy())
+
+
+def test_an_activation_that_is_not_an_argument_is_refused() -> None:
+    x = Tensor(X.copy(), requires_grad=True)
+    with Tape(), pytest.raises(AutogradError, match="pass the tensor to checkpoint as an argument"):
+        outside = ops.silu(x)
+        checkpoint(lambda a: ops.multiply(a, outside), x)
+
+
+def test_it_can_run_backward_twice() -> None:
+    a, b, arena = parameters()
+    with Tape() as tape:
+        loss, _ = ops.cross_entropy(checkpoint(block(a, b), Tensor(X.copy())), np.array([0, 1, 2, 3]))
+    tape.backward(loss, retain_graph=True)
+    once = arena.clone()
+    tape.backward(loss)
+    torch.testing.assert_close(arena, 2 * once, rtol=1e-15, atol=0)
+
+
+def test_an_output_that_is_not_used_costs_nothing() -> None:
+    x, y = (Tensor(X.copy(), requires_grad=True) for _ in range(2))
+    with Tape() as tape:
+        first, _ = checkpoint(lambda p, q: (ops.silu(p), ops.silu(q)), x, y)
+    tape.backward(first, np.ones(X.shape))
+    assert x.grad is not None
+    assert y.grad is None
+
+
+def test_a_changed_input_is_noticed() -> None:
+    x = Tensor(X.copy(), requires_grad=True)
+    with Tape() as tape:
+        y = checkpoint(ops.silu, x)
+    with no_grad():
+        ops.add_(x, Tensor(np.ones(X.shape)))
+    with pytest.raises(AutogradError, match="checkpoint: saved tensor 0.*modified in place"):
+        tape.backward(y, np.ones(X.shape))
+
+
+def test_a_function_that_changes_its_mind_is_refused() -> None:
+    calls = []
+
+    def fn(x: Tensor) -> tuple[Tensor, ...]:
+        calls.append(None)
+        return (ops.silu(x),) * len(calls)
+
+    with Tape() as tape:
+        (y,) = checkpoint(fn, Tensor(X.copy(), requires_grad=True))
+    with pytest.raises(AutogradError, match="returned 2 tensors when run again, 1 the first time"):
+        tape.backward(y, np.ones(X.shape))
+    with Tape(), pytest.raises(AutogradError, match="returned a float"):
+        checkpoint(lambda x: 1.0, Tensor(X.copy(), requires_grad=True))

@@ -1,0 +1,174 @@
+"""Streams and events: what ops run on, and that another stream waits without being told."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from entrenar import runtime
+from entrenar.autograd import Event, Stream, Tape, Tensor, current_stream, ops, recording
+from entrenar.autograd import stream as stream_module
+from entrenar.errors import ConfigError, CudaNotAvailableError, DeviceError
+
+Waits = list[tuple[Stream, Stream | None]]
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> Waits:
+    """Collects (who waits, for whom)."""
+    seen: Waits = []
+    real = Stream.wait_event
+
+    def wait_event(self: Stream, event: Event) -> None:
+        seen.append((self, event.stream))
+        real(self, event)
+
+    monkeypatch.setattr(stream_module.Stream, "wait_event", wait_event)
+    return seen
+
+
+def streams_of(fn) -> list[Stream]:
+    seen = []
+    with runtime.listening(lambda launch: seen.append(launch.stream)):
+        fn()
+    return seen
+
+
+def test_every_launch_names_its_stream() -> None:
+    x = Tensor(np.ones((2, 2)), requires_grad=True)
+    main = Stream("cpu")
+
+    def step() -> None:
+        with Tape(main) as tape:
+            y = ops.silu(ops.multiply(x, x))
+        tape.backward(y, np.ones((2, 2)))
+
+    streams = streams_of(step)
+    assert len(streams) >= 4
+    assert set(streams) == {main}
+    assert all(isinstance(s, Stream) for s in streams_of(lambda: ops.silu(x)))
+
+
+def test_backward_runs_on_the_stream_of_forward(waits: Waits) -> None:
+    x = Tensor(np.ones(2), requires_grad=True)
+    main, side = Stream("cpu"), Stream("cpu")
+    with Tape(main) as tape:
+        y = ops.silu(x)
+        with side:
+            z = ops.silu(y)
+        w = ops.silu(z)
+    assert waits == [(side, main), (main, side)]
+    waits.clear()
+    seen: list[Stream] = []
+    with runtime.listening(lambda launch: seen.append(launch.stream)):
+        tape.backward(w, np.ones(2))
+    assert seen == [main, side, main]
+    # the side stream starts after what came before backward, and is joined at its end
+    assert waits[0] == (side, main)
+    assert waits[-1] == (main, side)
+    assert (side, main) in waits[1:-1]
+
+
+def test_an_op_on_another_stream_waits_for_the_last_write(waits: Waits) -> None:
+    one, two = Stream("cpu"), Stream("cpu")
+    with one:
+        x = ops.scale(Tensor(np.ones(2)), 2.0)
+        ops.scale(x, 1.0)
+    assert waits == []
+    with two:
+        ops.scale(x, 1.0)
+        ops.add_(x, Tensor(np.ones(2)))
+    assert set(waits) == {(two, one)}
+    waits.clear()
+    with one:
+        y = ops.reshape(x.detach(), (2, 1))  # views share what they remember
+        ops.scale(y, 1.0)
+    assert set(waits) == {(one, two)}
+
+
+def test_one_leaf_written_by_two_streams(waits: Waits) -> None:
+    x = Tensor(np.ones(2), requires_grad=True)
+    x.grad = torch.zeros(2, dtype=torch.float64)
+    main, side = Stream("cpu"), Stream("cpu")
+    with Tape(main) as tape:
+        a = ops.scale(x, 2.0)
+        with side:
+            b = ops.scale(x, 3.0)
+        c = ops.add(a, b)
+    waits.clear()
+    tape.backward(c, np.ones(2))
+    assert x.grad.tolist() == [5.0, 5.0]
+    # side wrote the gradient first (it is later on the tape); main adds to it after
+    assert (main, side) in waits
+
+
+def test_streams_of_threads_are_their_own() -> None:
+    seen = {}
+
+    def other() -> None:
+        seen["stream"], seen["recording"] = current_stream("cpu"), recording()
+
+    mine = Stream("cpu")
+    with Tape(mine):
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        assert current_stream("cpu") is mine
+        assert recording()
+    assert seen["stream"] is not mine
+    assert seen["recording"] is False
+
+
+def test_blocks_nest_and_are_left_on_errors() -> None:
+    outer, inner = Stream("cpu"), Stream("cpu")
+    before = current_stream("cpu")
+    with pytest.raises(KeyError), outer:
+        with inner:
+            assert current_stream("cpu") is inner
+        assert current_stream("cpu") is outer
+        raise KeyError
+    assert current_stream("cpu") is before
+
+
+def test_events_number_themselves() -> None:
+    stream = Stream("cpu")
+    first, second = stream.record_event(), Event().record(stream)
+    assert (first.position, second.position) == (1, 2)
+    assert second.stream is stream
+    assert second.query()
+    second.synchronize()
+    stream.synchronize()
+    with pytest.raises(DeviceError, match="never recorded"):
+        stream.wait_event(Event())
+
+
+def test_devices_that_are_not_there() -> None:
+    with pytest.raises(ConfigError, match="wanted auto, cpu, cuda"):
+        Stream("gpu")
+    if not runtime.cuda_available():
+        with pytest.raises(CudaNotAvailableError):
+            Stream("cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_chain_over_two_streams_on_a_gpu() -> None:
+    """Two streams, no synchronisation by the caller: the values and gradients are those of one."""
+    main, side = Stream("cuda"), Stream("cuda")
+    assert main != side
+    x = Tensor(torch.ones((1 << 22,), device="cuda"), requires_grad=True)
+    torch.cuda.synchronize()
+    with Tape(main) as tape:
+        y = x
+        for i in range(20):
+            with side if i % 2 else main:
+                y = ops.add(y, y)
+        loss = ops.reshape(y, (-1,))
+    tape.backward(loss, Tensor(torch.ones_like(loss.data)))
+    main.synchronize()
+    assert x.grad is not None
+    assert float(y.data.min()) == float(y.data.max()) == 2.0**20
+    assert float(x.grad.min()) == float(x.grad.max()) == 2.0**20
