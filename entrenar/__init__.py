@@ -15,6 +15,8 @@ _PUBLIC: dict[str, str] = {
     "Event": "entrenar.autograd",
     "GenerateConfig": "entrenar.transformer.sampling",
     "GenerateResult": "entrenar.transformer.sampling",
+    "InstructConfig": "entrenar.finetune.config",
+    "InstructPipeline": "entrenar.finetune.instruct_pipeline",
     "Stream": "entrenar.autograd",
     "Tape": "entrenar.autograd",
     "Tensor": "entrenar.autograd",
