@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -25,6 +25,7 @@ class Checkpoint(Protocol):
 
     path: Path
     config: TransformerConfig
+    document: dict[str, Any]
     stop_token_ids: tuple[int, ...]
 
     def names(self) -> list[str]:

@@ -74,6 +74,7 @@ class GGUFModel:
 
     Attributes:
         config: The model's config.
+        document: The same as the content of a ``config.json``.
         stop_token_ids: Ids that end a text, as the metadata states them.
 
     Raises:
@@ -85,7 +86,8 @@ class GGUFModel:
         self.path = path
         self.file = GGUFFile(path)
         self._family = _family(self.file)
-        self.config = TransformerConfig.from_hf(_hf_config(self.file, self._family))
+        self.document = _hf_config(self.file, self._family)
+        self.config = TransformerConfig.from_hf(self.document)
         self.stop_token_ids = self.config.eos_token_ids
         names = [name for name in self.file.tensors if name != _ROPE_FACTORS]
         self._names = {hf_name(name): name for name in names}

@@ -56,6 +56,7 @@ class HFFolder:
 
     Attributes:
         config: The model's config.
+        document: The content of ``config.json``.
         stop_token_ids: Ids that end a text: generation_config.json's where it states any, else
             config.json's.
 
@@ -68,7 +69,8 @@ class HFFolder:
         self.path = path
         if not (path / "config.json").is_file():
             raise _explain(path)
-        self.config = TransformerConfig.from_hf(read_json(path / "config.json"))
+        self.document = read_json(path / "config.json")
+        self.config = TransformerConfig.from_hf(self.document)
         self.stop_token_ids = self.config.eos_token_ids
         if (path / "generation_config.json").is_file():
             generation = read_json(path / "generation_config.json")
