@@ -151,7 +151,7 @@ class _Ctx(ctypes.Structure):
              [(k, ctypes.c_uint32) for k in ("o_laneid", "o_warpid", "order", "late_async", "poison", "do_poison")] + [(k, ctypes.c_uint64) for k in ("wg", "wg_end", "icount", "limit", "seed", "barriers", "fault")] + \
              [(k, ctypes.c_uint32) for k in ("err", "err_pc", "started")] + [("cur", ctypes.c_int32)] + [(k, ctypes.c_uint32) for k in ("regbytes", "regpoison_lo", "regpoison_hi", "pad")] + [("smem_alloc", ctypes.c_uint64), ("mon", ctypes.c_uint64)]
 class _Mon(ctypes.Structure): _fields_ = [(k, ctypes.c_uint32) for k in ("flags", "sgran", "ggran", "nreg")] + [(k, ctypes.c_uint64) for k in ("im", "reg", "rep")] + [(k, ctypes.c_uint32) for k in ("nrep", "maxrep")] + [("blockbars", ctypes.c_uint64)]
-class _MReg(ctypes.Structure): _fields_ = [(k, ctypes.c_uint64) for k in ("lo", "n", "ld", "st", "valid", "gr")]
+class _MReg(ctypes.Structure): _fields_ = [(k, ctypes.c_uint64) for k in ("lo", "n", "ld", "st", "valid", "gr", "rld", "rst")]
 class _Rep(ctypes.Structure): _fields_ = [(k, ctypes.c_uint32) for k in ("kind", "pc1", "pc2", "ag1", "ag2", "reg")] + [(k, ctypes.c_uint64) for k in ("n", "addr", "block", "block2")]
 
 @functools.cache
@@ -709,7 +709,7 @@ class Monitor:
     for v in sh.values(): v["excess"] = v["wavefronts"] - v["ideal_wavefronts"]
     pop = lambda a: int(np.bitwise_count(a).sum()) if hasattr(np, "bitwise_count") else int(np.unpackbits(a.view(np.uint8)).sum())
     bufs = {}
-    for nm, r, (l, s_) in zip(self.rn, self.regions, self.cov): bufs[nm] = dict(size=r.n, loaded=pop(l), stored=pop(s_), loaded_sectors=int(np.count_nonzero(l)), stored_sectors=int(np.count_nonzero(s_)))
+    for nm, r, q, (l, s_) in zip(self.rn, self.regions, self.regs, self.cov): bufs[nm] = dict(size=r.n, loaded=pop(l), stored=pop(s_), requested_loaded=int(q.rld), requested_stored=int(q.rst), loaded_sectors=int(np.count_nonzero(l)), stored_sectors=int(np.count_nonzero(s_)))
     return dict(warp_instructions=tot, by_class=C, lanes_per_instruction=lanes / max(tot, 1), fp32_flops=fl, matrix=mat, matrix_flops=sum(v["flops"] for v in mat.values()), global_memory=g, access_bits=width, distinct=dict(loaded=sum(v["loaded"] for v in bufs.values()), stored=sum(v["stored"] for v in bufs.values()), buffers=bufs),
                 shared_memory=sh, bank_conflict_excess=sum(v["excess"] for v in sh.values()), cp_async_bytes=g["cp_async"]["bytes"], block_barriers=int(self.c.blockbars), warp_barriers=sum(int(self.im[k, 0]) for k, t in enumerate(self.p.text) if _opcode(t).split(".")[0] in ("bar", "barrier") and "warp" not in _opcode(t)), blocks=blocks)
 

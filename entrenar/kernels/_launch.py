@@ -26,6 +26,7 @@ __all__ = [
     "empty",
     "interpreting",
     "launch",
+    "launching",
     "next_power_of_2",
     "num_warps_for",
     "on_amd",
@@ -38,6 +39,7 @@ __all__ = [
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 Allocator = Callable[[tuple[int, ...], torch.dtype, torch.device], torch.Tensor]
+Runner = Callable[[str, Any, tuple[int, ...], dict[str, Any]], None]
 
 
 def interpreting() -> bool:
@@ -130,6 +132,23 @@ def empty(shape: Sequence[int], dtype: torch.dtype, like: torch.Tensor) -> torch
     return _allocators[-1](tuple(shape), dtype, like.device)
 
 
+_runners: list[Runner] = []
+
+
+@contextlib.contextmanager
+def launching(runner: Runner) -> Iterator[None]:
+    """Hand launches to ``runner`` inside the block, in place of a device.
+
+    ``runner(op, kernel, grid, arguments)`` gets what a launcher chose: offline compilation collects
+    kernels with their constants and options that way, without running them.
+    """
+    _runners.append(runner)
+    try:
+        yield
+    finally:
+        _runners.remove(runner)
+
+
 @functools.cache
 def _install_emulator(target: str) -> Any:
     from entrenar.emulator import install_driver
@@ -186,6 +205,9 @@ def launch(
         record = runtime.LaunchRecord(op, stream, tuple(reads), tuple(writes), where)
         runtime.announce(record)
     if any(n == 0 for n in grid):
+        return
+    if _runners:
+        _runners[-1](op, kernel, grid, arguments)
         return
     if where == "cuda":
         assert first is not None
