@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -69,7 +71,7 @@ def theirs(w: dict[str, torch.Tensor], ids: np.ndarray) -> torch.Tensor:
     k = rotate((n @ w["k"].T).view(T, KV, D)).repeat_interleave(HEADS // KV, 1)
     v = (n @ w["v"].T).view(T, KV, D).repeat_interleave(HEADS // KV, 1)
     parts = []
-    for start, end in zip(SEGMENTS, SEGMENTS[1:], strict=False):
+    for start, end in itertools.pairwise(SEGMENTS):
         q_, k_, v_ = (t[start:end].transpose(0, 1) for t in (q, k, v))
         parts.append(F.scaled_dot_product_attention(q_, k_, v_, is_causal=True).transpose(0, 1))
     mixed = torch.cat(parts).reshape(T, H)

@@ -125,10 +125,11 @@ def test_streams_of_threads_are_their_own() -> None:
 def test_blocks_nest_and_are_left_on_errors() -> None:
     outer, inner = Stream("cpu"), Stream("cpu")
     before = current_stream("cpu")
-    with pytest.raises(KeyError), outer:
+    with outer:
         with inner:
             assert current_stream("cpu") is inner
         assert current_stream("cpu") is outer
+    with pytest.raises(KeyError), outer, inner:
         raise KeyError
     assert current_stream("cpu") is before
 

@@ -548,7 +548,9 @@ def test_overwriting_activations_changes_no_gradient() -> None:
         assert counted == 3
         tape.backward(loss)
         grads.append(a.grad)
-        written = [not np.array_equal(b, t.numpy()) for b, t in zip(before, (logits, gate), strict=True)]
+        written = [
+            not np.array_equal(b, t.numpy()) for b, t in zip(before, (logits, gate), strict=True)
+        ]
         assert written == [overwrite, overwrite]
     assert torch.equal(*grads)
 
