@@ -141,3 +141,12 @@ def test_listeners_hear_launches_only_inside_the_block() -> None:
 def test_memory_readings_are_plausible() -> None:
     assert 1 << 20 < runtime.peak_memory_bytes() < 1 << 40
     assert 1 << 20 < runtime.available_memory_bytes() < 1 << 44
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="read from /proc")
+def test_peak_memory_is_not_that_of_the_process_that_started_this_one() -> None:
+    large = bytearray(300 << 20)
+    large[:: 1 << 12] = b"x" * len(large[:: 1 << 12])
+    code = "from entrenar import runtime; print(runtime.peak_memory_bytes())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+    assert int(done.stdout) < len(large)
