@@ -23,6 +23,7 @@ from entrenar.autograd import Tensor, checkpoint, no_grad, ops, recording
 from entrenar.errors import AdapterError, ConfigError, ShapeMismatchError
 from entrenar.kernels.nf4_weight import NF4Weight
 from entrenar.optable import call
+from entrenar.quant import quantize_weight
 from entrenar.transformer.block import Block, Rows
 from entrenar.transformer.checkpoint import Checkpoint, open_checkpoint
 from entrenar.transformer.config import TransformerConfig
@@ -98,6 +99,7 @@ class Transformer:
         self.path = path
         self.stop_token_ids = config.eos_token_ids if stop_token_ids is None else stop_token_ids
         self.dropout_step = 0
+        self._trains: Tensor | None = None
         self._double_quant = double_quant
         linear_weights = {f"{name}.weight" for name in linear_shapes(config)}
         held: dict[str, Tensor | NF4Weight] = {}
@@ -303,7 +305,7 @@ class Transformer:
     def _hold(self, name: str, tensor: torch.Tensor, quantised: bool) -> Tensor | NF4Weight:
         if quantised and self.quantize == "nf4":
             moved = tensor.to(device=self.device, dtype=torch.float32).contiguous()
-            made = call("nf4_quantize", moved, double_quant=self._double_quant)
+            made = quantize_weight(moved, double_quant=self._double_quant, name=name)
             return dataclasses.replace(made, dtype=self.dtype)
         return Tensor(tensor.to(device=self.device, dtype=self.dtype).contiguous(), name=name)
 
@@ -330,7 +332,6 @@ class Transformer:
                 if name.startswith(prefix) and name.endswith("norm.weight")
             }
             self._blocks.append(Block(config, layer, linears, norms))
-        self._trains: Tensor | None = None
         self._table = RopeTable(config.rotary_dim, config.rope_theta, config.rope_scaling)
         self._table_on_device: tuple[Any, torch.Tensor, torch.Tensor] | None = None
 
