@@ -31,7 +31,7 @@ def weights(seed: int) -> dict[str, np.ndarray]:
 
 def ours(w: dict[str, Tensor], ids: np.ndarray, recompute: bool) -> Tensor:
     cu = torch.tensor(SEGMENTS, dtype=torch.int32)
-    dtype = w["embed"].dtype
+    dtype = torch.float64 if w["embed"].dtype == torch.float64 else torch.float32
     cos, sin = (torch.from_numpy(f(ANGLES)).to(dtype) for f in (np.cos, np.sin))
 
     def block(x: Tensor) -> tuple[Tensor, Tensor]:
