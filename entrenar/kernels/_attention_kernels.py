@@ -370,7 +370,7 @@ def _attention_key_gradient_kernel(
     grad_ptr += q0 * stride_gt + head * group * stride_gh
     lse_ptr += head * group * n_rows_q + q0
     delta_ptr += head * group * n_rows_q + q0
-    for step in range(0, group * n_blocks):
+    for step in range(group * n_blocks):
         member = (step // n_blocks).to(tl.int64)
         queries = (low + step % n_blocks) * BLOCK_M + tl.arange(0, BLOCK_M)
         mask = queries < n_queries
