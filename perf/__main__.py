@@ -1,9 +1,10 @@
 """``python -m perf COMMAND``: what a CPU can measure exactly of the kernels, and timings.
 
-    static    compile every kernel for GPUs offline: registers, spills, matrix instructions
-    traffic   bytes each op loads and stores in the emulator, over the floor
-    step      one QLoRA training step on a real model, beside its floor
-    gpu       the tests and every timing that needs a GPU
+Commands:
+static    compile every kernel for GPUs offline: registers, spills, matrix instructions
+traffic   bytes each op loads and stores in the emulator, over the floor
+step      one QLoRA training step on a real model, beside its floor
+gpu       the tests and every timing that needs a GPU
 """
 
 from __future__ import annotations
