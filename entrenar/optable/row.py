@@ -98,6 +98,7 @@ class Op:
         tolerance_reason: Why these constants, in a line.
         rounds_inside: Intermediate values are rounded to the storage dtype, so the second term uses
             its unit roundoff.
+        scale: Magnitude of the terms behind a result, where they may cancel to a smaller one.
         bytes_moved: ``bytes_moved(inputs, itemsize)``: the floor, every input read once, every
             output written once.
         flops: ``flops(inputs)``.
@@ -130,6 +131,7 @@ class Op:
         None
     )
     rounds_inside: bool = False
+    scale: Callable[[Arguments], float] | None = None
     traffic_bound: float | None = None
     traffic_reason: str = ""
     has_dot: bool = False

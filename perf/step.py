@@ -1,0 +1,141 @@
+"""Time a whole QLoRA training step on a real model, beside the floor that its matrix products set.
+
+    python -m perf step --model PATH --tokens 512 --json -
+
+One sequence of ``--tokens`` ids, loss on its second half, LoRA r=16 alpha=32 on q_proj and v_proj,
+AdamW with learning rate 2e-4 and no decay, gradient norm clipped to 1.0: the task that peers are
+timed on. Ids come from ``numpy.random.default_rng(0)``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from entrenar import InstructConfig, InstructPipeline, runtime
+from entrenar.errors import ConfigError
+
+__all__ = ["floor_seconds", "main", "measure", "products"]
+
+
+def products(pipeline: InstructPipeline, tokens: int, response: int) -> list[tuple[int, int, int]]:
+    """Return (m, k, n) of each dense product that a step cannot do without.
+
+    Forward and input gradient of every linear layer, the head on response rows both ways, and the
+    seven products of attention. The first block's q, k and v need no input gradient, since nothing
+    below them trains; LoRA's own products and recomputation are left out, so this is a true floor.
+    """
+    model = pipeline.model
+    config = model.config
+    found: list[tuple[int, int, int]] = []
+    for name, (out_features, in_features) in model.linear_shapes().items():
+        found.append((tokens, in_features, out_features))
+        if not (".layers.0.self_attn." in name and not name.endswith("o_proj")):
+            found.append((tokens, out_features, in_features))
+    found += [
+        (response, config.hidden_size, config.vocab_size),
+        (response, config.vocab_size, config.hidden_size),
+    ]
+    per_head = (tokens, config.head_dim, tokens)
+    found += [per_head] * (7 * config.num_attention_heads * config.num_hidden_layers // 2)
+    return found
+
+
+def best_of(run: Callable[[], Any], repeats: int = 5) -> float:
+    """Return the shortest of several timings of ``run`` in seconds, after one that is not timed."""
+    run()
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def floor_seconds(shapes: list[tuple[int, int, int]]) -> float:
+    """Return the seconds NumPy's matrix products of these shapes take, each at its best."""
+    rng = np.random.default_rng(0)
+    seconds: dict[tuple[int, int, int], float] = {}
+    for m, k, n in set(shapes):
+        a = rng.standard_normal((m, k), np.float32)
+        b = rng.standard_normal((k, n), np.float32)
+        out = np.empty((m, n), np.float32)
+        seconds[m, k, n] = best_of(lambda a=a, b=b, out=out: np.matmul(a, b, out=out))
+    return sum(seconds[shape] for shape in shapes)
+
+
+def measure(model: Path, tokens: int, steps: int, *, dense: bool = False) -> dict[str, Any]:
+    """Run ``steps`` training steps and return the figures of the report.
+
+    Returns:
+        ``tokens_per_s``, ``step_s`` (median, the first step left out), ``peak_rss_bytes`` (read
+        before the floor is timed), ``losses``, ``gemm_floor_s``, ``share_of_floor``, ``launches``
+        and ``allocations`` (of one step).
+    """
+    if tokens < 2:
+        raise ConfigError(f"--tokens is {tokens}, wanted at least 2", "")
+    config = InstructConfig(
+        quantize_nf4=not dense,
+        learning_rate=2e-4,
+        weight_decay=0.0,
+        max_seq_len=tokens,
+        schedule="constant",
+    )
+    pipeline = InstructPipeline.from_pretrained(model, config)
+    vocab = pipeline.model.config.vocab_size
+    ids = np.random.default_rng(0).integers(0, vocab, (1, tokens))[0].tolist()
+    pair = (ids[: tokens // 2], ids[tokens // 2 :])
+    times, losses = [], []
+    for _ in range(steps):
+        start = time.perf_counter()
+        losses.append(pipeline.train_step(*pair).loss)
+        times.append(time.perf_counter() - start)
+    records: list[runtime.LaunchRecord] = []
+    with runtime.listening(records.append):
+        pipeline.train_step(*pair)
+    peak = runtime.peak_memory_bytes(pipeline.model.device)
+    step = statistics.median(times[1:])
+    floor = floor_seconds(products(pipeline, tokens, tokens - tokens // 2))
+    return {
+        "who": "entrenar" + ("" if dense else " nf4"),
+        "tokens": tokens,
+        "step_s": step,
+        "tokens_per_s": tokens / step,
+        "peak_rss_bytes": peak,
+        "losses": losses,
+        "gemm_floor_s": floor,
+        "share_of_floor": floor / step,
+        "launches": len(records),
+        "allocations": sum(len(r.writes) for r in records),
+    }
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command; print or write the JSON record."""
+    parser = argparse.ArgumentParser(prog="python -m perf step", description=__doc__.split("\n")[0])
+    parser.add_argument(
+        "--model", required=True, type=Path, help="Hugging Face folder or GGUF file"
+    )
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--dense", action="store_true", help="LoRA on fp32 weights, no NF4")
+    parser.add_argument("--json", default="-", help="a path, or - for standard output")
+    options = parser.parse_args(arguments)
+    text = json.dumps(measure(options.model, options.tokens, options.steps, dense=options.dense))
+    if options.json == "-":
+        print(text)
+    else:
+        Path(options.json).write_text(text + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
