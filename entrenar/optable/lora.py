@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from entrenar.errors import ConfigError, ShapeMismatchError
-from entrenar.optable.nf4 import dense_torch, weight
+from entrenar.optable.nf4 import baseline_dense, weight
 from entrenar.optable.row import Arguments, Call, ErrorCase, Function, Op, Sample
 
 __all__ = ["FUNCTIONS", "OPS"]
@@ -94,7 +94,7 @@ def _flops(a: Arguments) -> int:
     return 2 * rows * (n_in * n_out + rank * (n_in + n_out))
 
 
-def _torch(
+def _baseline(
     x: Any,
     w: Any,
     lora_a: Any,
@@ -107,7 +107,7 @@ def _torch(
     """Return the same in torch; its dropout draws other numbers, so compare only without."""
     import torch
 
-    dense = w if isinstance(w, torch.Tensor) else dense_torch(w, x.dtype)
+    dense = w if isinstance(w, torch.Tensor) else baseline_dense(w, x.dtype)
     s = torch.nn.functional.dropout(x, dropout_p) @ lora_a.to(x.dtype).T
     return torch.nn.functional.linear(x, dense, bias) + scale * (s @ lora_b.to(x.dtype).T), s
 
@@ -152,7 +152,7 @@ OPS = (
         bytes_moved=_bytes,
         flops=_flops,
         has_dot=True,
-        torch_baseline=_torch,
+        torch_baseline=_baseline,
         tolerance_reason="s, dS, the dropped input and a decoded weight are rounded to x's dtype",
         source="Hu et al., LoRA, equation 3; Dettmers et al., QLoRA, equation 5",
     ),

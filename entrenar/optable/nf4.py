@@ -15,7 +15,7 @@ from entrenar.errors import ConfigError, DTypeError, NumericsError, ShapeMismatc
 from entrenar.optable.row import Arguments, ErrorCase, Function, Op, Sample
 from entrenar.reference.nf4 import NF4Weight, nf4_quantize
 
-__all__ = ["FUNCTIONS", "OPS", "dense_torch", "weight"]
+__all__ = ["FUNCTIONS", "OPS", "baseline_dense", "weight"]
 
 FUNCTIONS = (
     Function("nf4_quantize", "nf4"),
@@ -30,7 +30,7 @@ def weight(
     return nf4_quantize(rng.standard_normal(shape) * 0.05, block_size, double)
 
 
-def dense_torch(w: Any, dtype: Any = None) -> Any:
+def baseline_dense(w: Any, dtype: Any = None) -> Any:
     """Decode a torch NF4 weight in plain torch, as a baseline."""
     import torch
 
@@ -48,8 +48,8 @@ def dense_torch(w: Any, dtype: Any = None) -> Any:
     return values.reshape(w.shape).to(w.dtype if dtype is None else dtype)
 
 
-def _torch_dequantize(w: Any, dtype: Any = None, out: Any = None) -> Any:
-    dense = dense_torch(w, dtype)
+def _baseline_dequantize(w: Any, dtype: Any = None, out: Any = None) -> Any:
+    dense = baseline_dense(w, dtype)
     return dense if out is None else out.copy_(dense)
 
 
@@ -173,7 +173,7 @@ OPS = (
         traffic_bound=1.1,
         traffic_reason="one pass; neighbouring programs may share a scale's sector",
         tolerance_reason="one float32 product, then one rounding to the storage dtype",
-        torch_baseline=_torch_dequantize,
+        torch_baseline=_baseline_dequantize,
         source="Dettmers et al., QLoRA, equation 6; bitsandbytes 0.50 csrc/cpu_ops.cpp",
     ),
 )

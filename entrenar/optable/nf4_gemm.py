@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from entrenar.errors import ShapeMismatchError
-from entrenar.optable.nf4 import dense_torch, weight
+from entrenar.optable.nf4 import baseline_dense, weight
 from entrenar.optable.row import Arguments, Call, ErrorCase, Function, Op, Sample
 
 __all__ = ["FUNCTIONS", "OPS"]
@@ -65,10 +65,10 @@ def _bytes(a: Arguments, itemsize: int) -> int:
     return (rows * (n_in + n_out) + bias) * itemsize + a["w"].nbytes
 
 
-def _torch(x: Any, w: Any, bias: Any = None, out: Any = None) -> Any:
+def _baseline(x: Any, w: Any, bias: Any = None, out: Any = None) -> Any:
     import torch
 
-    y = torch.nn.functional.linear(x, dense_torch(w, x.dtype), bias)
+    y = torch.nn.functional.linear(x, baseline_dense(w, x.dtype), bias)
     return y if out is None else out.copy_(y)
 
 
@@ -106,7 +106,7 @@ OPS = (
         bytes_moved=_bytes,
         flops=lambda a: 2 * a["x"].shape[0] * a["w"].shape[0] * a["w"].shape[1],
         has_dot=True,
-        torch_baseline=_torch,
+        torch_baseline=_baseline,
         tolerance_reason="the decoded weight is rounded to x's dtype before the product, as in bnb",
         source="Dettmers et al., QLoRA, equation 5",
     ),
