@@ -50,23 +50,23 @@ class Maker:
 
     def integers(self, n: int, high: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         """Return ``n`` integers below ``high``, no two alike where they fit."""
-        return torch.arange(n, dtype=dtype).remainder(high).to(self.device)
+        return torch.arange(n).remainder(high).to(self.device, dtype)
 
     def nf4(self, rows: int, cols: int, double: bool = False) -> NF4Weight:
         """Return an NF4 weight of the dtype under test."""
         n = rows * cols
         blocks = n // 64
-        codes = self.integers(n // 2, 256, torch.uint8 if not self.values else torch.int64)
+        codes = self.integers(n // 2, 256, torch.uint8)
         scales = torch.full((blocks,), 0.05, device=self.device)
         nested: Arguments = {"absmax": scales}
         if double:
             nested = {
                 "absmax": None,
-                "absmax_codes": self.integers(blocks, 256).to(torch.uint8),
+                "absmax_codes": self.integers(blocks, 256, torch.uint8),
                 "absmax2": torch.full((math.ceil(blocks / 256),), 0.05, device=self.device),
                 "offset": torch.full((1,), 0.05, device=self.device),
             }
-        return NF4Weight(codes.to(torch.uint8), shape=(rows, cols), dtype=self.dtype, **nested)
+        return NF4Weight(codes, shape=(rows, cols), dtype=self.dtype, **nested)
 
 
 Make = Callable[[Maker], Arguments]

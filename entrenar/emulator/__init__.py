@@ -6,6 +6,6 @@ here; ``run_compiled`` runs one kernel and returns its counters and reports.
 
 from __future__ import annotations
 
-from entrenar.emulator.driver import EmuError, RunInfo, install_driver, run_compiled
+from entrenar.emulator.driver import EmuError, RunInfo, active_driver, install_driver, run_compiled
 
-__all__ = ["EmuError", "RunInfo", "install_driver", "run_compiled"]
+__all__ = ["EmuError", "RunInfo", "active_driver", "install_driver", "run_compiled"]

@@ -121,7 +121,6 @@ class _Launcher:
     d, md = _ACTIVE[0], self.metadata
     gs, keep = _scratch(md, gx * gy * gz)
     if md.hash not in _programs:
-      import triton
       _programs[md.hash] = ptxemu.Program(d.ptx_of(md), md.name)
     p = _programs[md.hash]; extra = len(p.params) - len(vals); opts = dict(d.opts)
     opts["names"] = names + ["scratch"] * extra
@@ -131,6 +130,9 @@ class _Launcher:
     for w in r["warnings"]: print("EMU WARNING", md.name, w, file=sys.stderr)
     if d.strict and r["warnings"]: raise EmuError("; ".join(r["warnings"]))
 _ACTIVE = [None]
+def active_driver():
+  """the driver install_driver() installed last, or None"""
+  return _ACTIVE[0]
 def install_driver(target="sm_80", strict=True, **opts):
   import triton
   from triton.backends.compiler import GPUTarget
@@ -157,7 +159,6 @@ def install_driver(target="sm_80", strict=True, **opts):
     def clear_cache(self, c): pass
     def allocate_default_profile_scratch(self, *a): raise EmuError("profile scratch not supported")
     def ptx_of(self, md):
-      from triton.runtime.cache import get_cache_manager
       raise EmuError("no PTX kept")
   d = EmuDriver.__new__(EmuDriver); d.target, d.opts, d.strict, d.last, d.launches, d.total_instructions = target, {**check_options(), **opts}, strict, None, 0, 0; d.__init__()
   d.history = None       # set to [] to keep the RunInfo of every launch

@@ -3,7 +3,7 @@
 ptx_core.c.in is the interpreter's core (a warp of 32 lanes at a time); the cases for arithmetic are generated below and compiled once with gcc.
 """
 from __future__ import annotations
-import bisect, ctypes, dataclasses, functools, hashlib, mmap, os, pathlib, re, shutil, struct, subprocess, sys, time
+import bisect, ctypes, dataclasses, functools, hashlib, mmap, os, pathlib, re, shutil, struct, subprocess, time
 import numpy as np
 from entrenar.errors import KernelError
 
@@ -18,7 +18,6 @@ OPS: dict[str, tuple[str, str, tuple[str, ...]]] = {}
 CT = {"u16": "u16", "s16": "s16", "u32": "u32", "s32": "s32", "u64": "u64", "s64": "s64", "f32": "f32", "f64": "f64", "h": "u16", "bh": "u16"}
 W = {"u16": 16, "s16": 16, "u32": 32, "s32": 32, "u64": 64, "s64": 64, "f32": 32, "f64": 64, "h": 16, "bh": 16, "pred": 1}
 def op(name, d, srcs, expr):
-  names = "abc"
   body = f"{{ {CT[d]}*d=({CT[d]}*)(R+I->d); " + " ".join(f"const {CT[s]}*{n}=(const {CT[s]}*)(R+I->{n if i < 3 else 'x'});" for i, (n, s) in enumerate(zip("abce", srcs)))
   e = re.sub(r"\b([ABCE])\b", lambda m: f"{m[1].lower()}[l]", expr)
   OPS[name] = (body + f" LANES(d[l]={e}) }} break;", d, tuple(srcs))
@@ -227,7 +226,7 @@ class Program:
       if t in sc: return sc[t]
     return None
   def imm(self, t, width):
-    if t.startswith("0f") or t.startswith("0F"): 
+    if t.startswith("0f") or t.startswith("0F"):
       v = int(t[2:], 16)
       return v if width == 32 else struct.unpack("<Q", struct.pack("<d", struct.unpack("<f", struct.pack("<I", v))[0]))[0]
     if t.startswith("0d") or t.startswith("0D"): return int(t[2:], 16)
@@ -545,7 +544,7 @@ class Program:
         if len(tt) != 2 or "relu" in S: raise PTXError("cvt form")
         dt, at = tt; rn = next((RND[x] for x in p[1:] if x in RND), 0)
       if rn in (3, 4) and dt in ("f16", "bf16"): raise PTXError("cvt rounding")
-      od, dw = self.reg(a[0]); 
+      od, dw = self.reg(a[0]);
       r = self.lookup(a[1])
       oa, aw = r if r else (self.src(a[1], max(16, TW[at])), max(16, TW[at]))
       self.emit("CVT", d=od, a=oa, k0=CVT[dt], k1=CVT[at], k2=rn | int("ftz" in S) << 4 | int("sat" in S) << 5 | dw << 8 | aw << 16); return
@@ -667,7 +666,7 @@ class Monitor:
   def src(self, pc):
     l = self.p.locs[pc]; return f"{os.path.basename(self.p.files.get(l[0], '?'))}:{l[1]}" if l else ""
   def reports(self):
-    out, nw = [], None
+    out = []
     for r in self.reps[:self.c.nrep]:
       k = KIND[r.kind]; i1, i2 = self.p.ins[r.pc1], self.p.ins[r.pc2]; d = lambda pc: f"PTX line {self.p.ins[pc].line} ({self.src(pc)}) `{self.p.text[pc][:90]}`"
       if r.kind in (1, 2, 3): m = f"{k} in {self.p.name}, block {r.block}, shared byte {r.addr}: {self.agent(r.ag1)}: {d(r.pc1)}; then, not ordered after it, {self.agent(r.ag2)}: {d(r.pc2)}"
@@ -686,7 +685,7 @@ class Monitor:
   def counters(self, blocks):
     C = {k: 0 for k in CLASSES}; tot = lanes = 0; z = lambda: dict(requests=0, bytes=0, sectors=0, ideal_sectors=0)
     g = {k: z() for k in ("load", "store", "atomic", "cp_async", "tma_load", "tma_store")}; sh = {k: dict(requests=0, bytes=0, wavefronts=0, ideal_wavefronts=0) for k in ("load", "store", "atomic", "ldmatrix", "stmatrix", "cp_async")}
-    width = {"load": {}, "store": {}, "cp_async": {}}; flops, mat = {}, {}; fl = 0
+    width = {"load": {}, "store": {}, "cp_async": {}}; mat = {}; fl = 0
     for k, t in enumerate(self.p.text):
       n, ln, rq, by, se, idl, wv, wi = (int(x) for x in self.im[k])
       if not n: continue
@@ -719,7 +718,7 @@ def execute(prog: Program, grid, num_threads, shared, values, types, storage, *,
   """values/types: parameters in order; storage(array) -> (root pointer, root bytes, pointer)"""
   lib = _lib(); t0 = time.perf_counter()
   gx, gy, gz = (tuple(grid) + (1, 1, 1))[:3]
-  regions, off, rnames = {}, 0, {}
+  regions, rnames = {}, {}
   pb = bytearray(prog.param_n)
   for i, (v, ty) in enumerate(zip(values, types)):
     if ty.startswith("*"):

@@ -149,11 +149,13 @@ def launching(runner: Runner) -> Iterator[None]:
         _runners.remove(runner)
 
 
-@functools.cache
-def _install_emulator(target: str) -> Any:
-    from entrenar.emulator import install_driver
+def _emulate(target: str) -> None:
+    """Make the emulator Triton's driver, unless one for this target (a counting one, say) is."""
+    from entrenar.emulator import active_driver, install_driver
 
-    return install_driver(target)
+    driver = active_driver()
+    if driver is None or driver.target != target:
+        install_driver(target)
 
 
 def _where(tensor: torch.Tensor | None) -> str:
@@ -216,7 +218,7 @@ def launch(
         return
     _check_backend(op, kernel, where)
     if where == "ptx":
-        _install_emulator(runtime.ptx_target())
+        _emulate(runtime.ptx_target())
     kernel[grid](**arguments)
 
 
