@@ -117,14 +117,18 @@ def _words(text: str) -> list[str]:
 # reading the source
 
 
-def _modules(root: Path) -> Iterator[tuple[Path, str]]:
-    for path in sorted(root.rglob("*.py"), key=lambda p: p.relative_to(root).as_posix()):
-        parts = list(path.relative_to(root).with_suffix("").parts)
-        if parts[-1] == "__init__":
-            parts.pop()
-        hidden = any(part.startswith("_") or not part.isidentifier() for part in parts)
-        if parts and not hidden and not _SKIPPED.intersection(parts):
-            yield path, ".".join(parts)
+def _modules(root: Path, prefix: str = "") -> Iterator[tuple[Path, str]]:
+    """Yield the files and names of the public modules below a folder, in sorted order."""
+    for path in sorted(root.iterdir() if root.is_dir() else ()):
+        name = path.stem if path.suffix == ".py" else path.name
+        if name == "__init__" and prefix:
+            yield path, prefix.removesuffix(".")
+        elif name.startswith("_") or not name.isidentifier() or name in _SKIPPED:
+            continue
+        elif path.suffix == ".py":
+            yield path, prefix + name
+        elif path.is_dir():
+            yield from _modules(path, f"{prefix}{name}.")
 
 
 def _pairs_of_module(path: Path, module: str) -> Iterator[DocstringPair]:

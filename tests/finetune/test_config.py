@@ -105,7 +105,7 @@ def test_a_bad_value_names_the_setting_and_what_was_found(name: str, value: obje
 
 
 def test_settings_that_exclude_each_other() -> None:
-    with pytest.raises(ConfigError, match="warmup_steps is 5 and warmup_ratio is 0.1"):
+    with pytest.raises(ConfigError, match=r"warmup_steps is 5 and warmup_ratio is 0\.1"):
         InstructConfig(warmup_steps=5, warmup_ratio=0.1)
     with pytest.raises(ConfigError, match="double_quant"):
         InstructConfig(double_quant=True)

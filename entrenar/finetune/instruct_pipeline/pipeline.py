@@ -40,6 +40,7 @@ class InstructPipeline:
     Args:
         model: The base model, frozen.
         config: The settings; ``max_seq_len`` is lowered to the model's context where it is longer.
+        adapters: Adapters to go on with; fresh ones by the settings where None.
 
     Attributes:
         model: The base model with the adapters attached.
@@ -51,7 +52,9 @@ class InstructPipeline:
         skipped_samples: Samples left out because truncation left them no response token.
     """
 
-    def __init__(self, model: Transformer, config: InstructConfig) -> None:
+    def __init__(
+        self, model: Transformer, config: InstructConfig, adapters: LoraAdapters | None = None
+    ) -> None:
         self.notices: list[str] = []
         context = model.config.context_length
         if config.max_seq_len > context:
@@ -62,7 +65,9 @@ class InstructPipeline:
         self.model = model
         self.config = config
         self.device = str(model.device)
-        self.adapters = LoraAdapters(model.linear_shapes(), _lora_config(config), self.device)
+        if adapters is None:
+            adapters = LoraAdapters(model.linear_shapes(), _lora_config(config), self.device)
+        self.adapters = adapters
         model.attach(self.adapters)
         self.steps = 0
         self.non_finite_steps = 0
@@ -182,7 +187,8 @@ class InstructPipeline:
     ) -> tuple[float, float, bool]:
         """Return the loss, the gradient norm before clipping, and whether parameters changed."""
         sums = []
-        with self._stream:
+        # What is not finite is found in the loss and the norm below, not by NumPy's warnings.
+        with self._stream, np.errstate(all="ignore"):
             self.adapters.zero_grad()
             for number, batch in enumerate(micro_batches):
                 packed = pack(batch, self.device)
@@ -284,7 +290,7 @@ class InstructPipeline:
             if should_stop():
                 break
             batch = examples[at : at + size]
-            with self._stream, no_grad():
+            with self._stream, no_grad(), np.errstate(all="ignore"):
                 loss_sum, rows = self._loss(pack(batch, self.device), 1.0, False, None)
                 summed += loss_sum.item()
             counted += rows

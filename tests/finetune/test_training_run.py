@@ -1,0 +1,326 @@
+"""The loop and its folder: what is written, and that a resumed run is the run it continues."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from entrenar import InstructConfig, InstructPipeline
+from entrenar.errors import CheckpointError, ConfigError, DataError, NumericsError
+from entrenar.finetune import checkpoint as checkpoint_module
+from entrenar.finetune.batching import plan_epoch
+from entrenar.finetune.chat import Example
+from entrenar.finetune.checkpoint import latest_checkpoint
+from entrenar.finetune.metrics import METRIC_KEYS, read_metrics
+from entrenar.finetune.run_folder import RunFolder
+from entrenar.finetune.training_run import RunResult, TrainingRun
+
+SETTINGS: dict[str, Any] = {
+    "lora_rank": 4,
+    "learning_rate": 1e-2,
+    "lora_dropout": 0.3,
+    "batch_size": 2,
+    "grad_accum_steps": 2,
+    "epochs": 3,
+    "warmup_steps": 2,
+    "max_seq_len": 64,
+    "device": "cpu",
+}
+TRAIN = [Example.from_pair([4 + i, 5, 6], [7 + i, 30 + i, 2]) for i in range(10)]
+HELD = [Example.from_pair([40, 41], [42, 43, 2]), Example.from_pair([50], [51, 2])]
+
+
+def make(
+    model: Path,
+    folder: Path,
+    train: list[Example] = TRAIN,
+    heldout: list[Example] = HELD,
+    **more: Any,
+) -> TrainingRun:
+    options = {k: more.pop(k) for k in ("save_every", "eval_every", "on_row") if k in more}
+    pipeline = InstructPipeline.from_pretrained(model, InstructConfig(**{**SETTINGS, **more}))
+    return TrainingRun(pipeline, train, heldout, folder=RunFolder(folder), **options)
+
+
+def stopped_after(step: int, model: Path, folder: Path, **more: Any) -> RunResult:
+    run: TrainingRun
+    run = make(
+        model, folder, on_row=lambda row: row.get("step") == step and "loss" in row and run.stop(),
+        **more,
+    )  # fmt: skip
+    return run.run()
+
+
+def stable(folder: Path) -> list[dict[str, Any]]:
+    """Return the metrics without what a clock or the memory decides."""
+    moving = ("tokens_per_s", "step_time_s", "peak_memory_bytes")
+    return [
+        {k: v for k, v in row.items() if k not in moving}
+        for row in read_metrics(folder / "metrics.jsonl")
+    ]
+
+
+def adapter(folder: Path) -> bytes:
+    return (folder / "adapter" / "adapter_model.safetensors").read_bytes()
+
+
+def test_what_a_run_leaves_behind(tiny_model: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    folder = tmp_path / "run"
+    result = make(tiny_model, folder, save_every=4, eval_every=3).run()
+    assert (result.steps, result.total_steps, result.interrupted) == (9, 9, False)
+    assert sorted(p.name for p in folder.iterdir()) == [
+        "adapter", "checkpoints", "config.toml", "environment.json", "loss.png", "metrics.jsonl",
+    ]  # fmt: skip
+    assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == [
+        "step-000004",
+        "step-000008",
+    ]
+    assert sorted(p.name for p in (folder / "adapter").iterdir()) == [
+        "adapter_config.json", "adapter_model.safetensors",
+    ]  # fmt: skip
+    assert InstructConfig.from_toml(folder / "config.toml") == InstructConfig(**SETTINGS)
+    assert json.loads((folder / "environment.json").read_text())["device"] == "cpu"
+    rows = read_metrics(folder / "metrics.jsonl")
+    assert all(set(row) <= set(METRIC_KEYS) for row in rows)
+    assert [row["step"] for row in rows if "eval_loss" in row] == [0, 3, 6, 9]
+    assert [row["step"] for row in rows if "loss" in row] == list(range(1, 10))
+    assert rows[0]["eval_loss"] == result.eval_before
+    assert rows[-1]["eval_loss"] == result.eval_after
+    assert result.eval_after is not None
+    assert all("step_time_s" not in row for row in rows if "eval_loss" in row)
+    assert [row["tokens"] for row in rows if "loss" in row] == [24, 24, 12] * 3
+    assert [row["response_tokens"] for row in rows if "loss" in row] == [12, 12, 6] * 3
+    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_two_runs_are_the_same_to_the_bit(tiny_model: Path, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        make(tiny_model, tmp_path / name).run()
+    assert adapter(tmp_path / "a") == adapter(tmp_path / "b")
+    assert stable(tmp_path / "a") == stable(tmp_path / "b")
+
+
+@pytest.mark.parametrize("step", [1, 4, 8])
+def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(
+    tiny_model: Path, tmp_path: Path, step: int
+) -> None:
+    """https://github.com/huggingface/transformers/issues/17032
+    https://github.com/EvolvingLMMs-Lab/OneVision-Encoder/issues/65
+    https://github.com/vllm-project/speculators/issues/900
+    """
+    make(tiny_model, tmp_path / "whole").run()
+    result = stopped_after(step, tiny_model, tmp_path / "parts")
+    assert (result.interrupted, result.steps) == (True, step)
+    assert not (tmp_path / "parts" / "adapter").exists()
+    again = make(tiny_model, tmp_path / "parts").run(resume=True)
+    assert not again.interrupted
+    assert adapter(tmp_path / "whole") == adapter(tmp_path / "parts")
+    assert stable(tmp_path / "whole") == stable(tmp_path / "parts")
+
+
+RESUME_SCRIPT = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[4])
+import importlib.util
+spec = importlib.util.spec_from_file_location("case", sys.argv[1])
+case = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(case)
+case.make(Path(sys.argv[2]), Path(sys.argv[3])).run(resume=True)
+"""
+
+
+def test_a_new_process_resumes_to_the_bit(tiny_model: Path, tmp_path: Path) -> None:
+    """https://github.com/huggingface/transformers/issues/17032"""
+    make(tiny_model, tmp_path / "whole").run()
+    stopped_after(3, tiny_model, tmp_path / "parts")
+    root = str(Path(__file__).resolve().parents[2])
+    command = [sys.executable, "-c", RESUME_SCRIPT, __file__, tiny_model, tmp_path / "parts", root]
+    subprocess.run(list(map(str, command)), check=True)
+    assert adapter(tmp_path / "whole") == adapter(tmp_path / "parts")
+
+
+def test_the_checkpoint_holds_moments_and_step(tiny_model: Path, tmp_path: Path) -> None:
+    """https://github.com/EvolvingLMMs-Lab/OneVision-Encoder/issues/65"""
+    stopped_after(3, tiny_model, tmp_path)
+    saved = load_file(tmp_path / "checkpoints" / "step-000003" / "state.safetensors")
+    assert saved["step"].tolist() == [3]
+    assert all(np.any(saved[name]) for name in ("params", "m", "v"))
+
+
+def test_other_settings_or_data_are_not_resumed(tiny_model: Path, tmp_path: Path) -> None:
+    """https://github.com/vllm-project/speculators/issues/900"""
+    stopped_after(3, tiny_model, tmp_path)
+    with pytest.raises(CheckpointError, match=r"learning_rate was 0\.01, now 0\.02"):
+        make(tiny_model, tmp_path, learning_rate=2e-2).run(resume=True)
+    with pytest.raises(CheckpointError, match="epochs was 3, now 4"):
+        make(tiny_model, tmp_path, epochs=4).run(resume=True)
+    with pytest.raises(CheckpointError, match="other data"):
+        make(tiny_model, tmp_path, train=TRAIN[:9]).run(resume=True)
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 4
+
+
+def test_a_crash_while_saving_leaves_the_older_checkpoint(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """https://github.com/Lightning-AI/pytorch-lightning/issues/688"""
+    written: list[Path] = []
+    original = checkpoint_module.save_file
+
+    def failing(tensors: Any, path: Path) -> None:
+        original(tensors, path)
+        written.append(path)
+        if len(written) == 2:
+            path.write_bytes(path.read_bytes()[:100])
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint_module, "save_file", failing)
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        make(tiny_model, tmp_path, save_every=2).run()
+    monkeypatch.undo()
+    found, _ = latest_checkpoint(tmp_path / "checkpoints")
+    assert found is not None
+    assert found.step == 2
+    damaged = tmp_path / "checkpoints" / "step-000004"
+    damaged.mkdir()
+    (damaged / "state.safetensors").write_bytes(b"cut")
+    (tmp_path / "checkpoints" / ".step-000006.tmp").mkdir()
+    run = make(tiny_model, tmp_path)
+    result = run.run(resume=True)
+    assert result.steps == 9
+    assert any("step-000004 is incomplete" in notice for notice in result.notices)
+    make(tiny_model, tmp_path / "whole").run()
+    assert adapter(tmp_path) == adapter(tmp_path / "whole")
+
+
+def test_a_damaged_checkpoint_is_noticed_by_its_digest(tiny_model: Path, tmp_path: Path) -> None:
+    stopped_after(2, tiny_model, tmp_path)
+    path = tmp_path / "checkpoints" / "step-000002" / "state.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    found, passed = latest_checkpoint(tmp_path / "checkpoints")
+    assert found is None
+    assert passed == ["step-000002"]
+
+
+def test_nothing_to_resume_starts_over_and_says_so(tiny_model: Path, tmp_path: Path) -> None:
+    result = make(tiny_model, tmp_path).run(resume=True)
+    assert result.steps == 9
+    assert "starts over" in result.notices[0]
+
+
+def test_a_run_that_learned_nothing_is_an_error(tiny_model: Path, tmp_path: Path) -> None:
+    """https://github.com/huggingface/autotrain-advanced/issues/877"""
+    run = make(tiny_model, tmp_path, heldout=[])
+    run.pipeline.model.named_weights()["model.norm.weight"].data[0] = math.nan
+    with pytest.raises(NumericsError, match="none of the 9 steps was finite"):
+        run.run()
+    assert not (tmp_path / "adapter").exists()
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert all("loss" not in row and "grad_norm" not in row for row in rows)
+    assert [row["non_finite"] for row in rows] == list(range(1, 10))
+
+
+def test_steps_that_stay_not_finite_stop_the_run(tiny_model: Path, tmp_path: Path) -> None:
+    run = make(tiny_model, tmp_path, heldout=[], max_steps=100)
+    weight = run.pipeline.model.named_weights()["model.norm.weight"].data
+
+    def spoil(row: Any) -> None:
+        if row["step"] == 5:
+            weight[0] = math.inf
+
+    run.on_row = spoil
+    with pytest.raises(NumericsError, match="the last 20 steps up to step 25 were not finite"):
+        run.run()
+    found, _ = latest_checkpoint(tmp_path / "checkpoints")
+    assert found is not None
+    assert found.arrays["step"].tolist() == [5]
+
+
+def test_without_matplotlib_the_run_is_not_lost(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    result = make(tiny_model, tmp_path).run()
+    assert (tmp_path / "adapter").is_dir()
+    assert any("entrenar[plot]" in notice for notice in result.notices)
+
+
+def test_a_data_set_smaller_than_a_batch_is_one_step(tiny_model: Path, tmp_path: Path) -> None:
+    """https://github.com/slideflow/slideflow/issues/248"""
+    result = make(tiny_model, tmp_path, train=TRAIN[:1], heldout=[], batch_size=8, epochs=1).run()
+    assert result.steps == 1
+    with pytest.raises(DataError, match="no samples"):
+        make(tiny_model, tmp_path, train=[])
+
+
+def test_the_partial_window_has_the_mean_gradient_of_its_sample(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """https://github.com/Lightning-AI/pytorch-lightning/issues/19987"""
+    settings = {"batch_size": 1, "grad_accum_steps": 4, "epochs": 1, "lora_dropout": 0.0}
+    run = make(tiny_model, tmp_path, train=TRAIN[:5], heldout=[], **settings)
+    run.run()
+    norms = [row["grad_norm"] for row in read_metrics(tmp_path / "metrics.jsonl")]
+    order = [i for step in plan_epoch([6] * 5, run.config, 0) for batch in step for i in batch]
+    alone = make(tiny_model, tmp_path / "x", **settings).pipeline
+    alone.train_examples([[TRAIN[i] for i in order[:4]]], run.schedule.at(0))
+    last = alone.train_examples([[TRAIN[order[4]]]], run.schedule.at(1))
+    assert norms[1] == pytest.approx(last.grad_norm, rel=1e-5)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_packing_reads_the_same_tokens(tiny_model: Path, tmp_path: Path, packing: bool) -> None:
+    run = make(tiny_model, tmp_path, packing=packing, epochs=1, lora_dropout=0.0, batch_size=10)
+    run.run()
+    rows = [r for r in read_metrics(tmp_path / "metrics.jsonl") if "loss" in r]
+    assert sum(row["tokens"] for row in rows) == 60
+
+
+class TestFolder:
+    def test_one_that_is_not_empty(self, tmp_path: Path) -> None:
+        (tmp_path / "thesis.txt").write_text("mine")
+        for options in ({}, {"overwrite": True}, {"resume": True}):
+            with pytest.raises(ConfigError, match="is not empty and holds no earlier run"):
+                RunFolder(tmp_path).check(**options)
+
+    def test_one_of_an_earlier_run(self, tmp_path: Path) -> None:
+        (tmp_path / "config.toml").write_text("seed = 0\n")
+        with pytest.raises(ConfigError, match=r"--resume, replace it with --overwrite"):
+            RunFolder(tmp_path).check()
+        RunFolder(tmp_path).check(overwrite=True)
+        RunFolder(tmp_path).check(resume=True)
+        with pytest.raises(ConfigError, match="exclude each other"):
+            RunFolder(tmp_path).check(resume=True, overwrite=True)
+
+    def test_overwriting_removes_only_what_a_run_wrote(self, tmp_path: Path) -> None:
+        for name in ("config.toml", "metrics.jsonl", "notes.txt"):
+            (tmp_path / name).write_text("")
+        (tmp_path / "checkpoints" / "step-000001").mkdir(parents=True)
+        RunFolder(tmp_path).clear()
+        assert [p.name for p in tmp_path.iterdir()] == ["notes.txt"]
+
+    def test_a_file_in_the_way(self, tmp_path: Path) -> None:
+        (tmp_path / "file").write_text("")
+        for path in (tmp_path / "file", tmp_path / "file" / "run"):
+            with pytest.raises(ConfigError, match="is a file, wanted a folder"):
+                RunFolder(path).check()
+
+
+def test_metrics_cut_short_by_a_crash_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo')
+    assert read_metrics(path) == [{"step": 1, "loss": 2.0}]
+    path.write_text('{"step": 1\n{"step": 2}\n')
+    with pytest.raises(DataError, match=r"metrics\.jsonl:1 is damaged"):
+        read_metrics(path)
