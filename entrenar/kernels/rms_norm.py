@@ -373,7 +373,8 @@ def _backward_tiles(
         NEED_WEIGHT=need_grad_weight,
         ROWS=rows,
         BLOCK=block,
-        num_warps=warps,
+        # a sum of each element besides: half as many elements a thread
+        num_warps=min(2 * warps, 16) if need_grad_weight else warps,
     )
     return partial
 
@@ -500,5 +501,5 @@ _TILE = 2_048
 # Two programs for each of the 132 multiprocessors of an H100 or H200, but at least four tiles each:
 # the partial sums stay near a tenth of the traffic.
 _MAX_PARTIALS, _MIN_TILES = 264, 4
-_PARTIAL_BLOCK = 512
+_PARTIAL_BLOCK = 1_024
 _REDUCE_ROWS, _REDUCE_BLOCK = 32, 64

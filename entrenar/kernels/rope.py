@@ -193,7 +193,7 @@ def _rotate(
         Q_HEADS=q_heads,
         K_HEADS=k_heads,
         BLOCK=block,
-        num_warps=min(max(q_heads * block // 256, 1), 8),
+        num_warps=min(max(max(q_heads, k_heads) * block // 256, 1), 8),
     )
     return q, k
 
@@ -245,4 +245,4 @@ def _check_range(op: str, positions: torch.Tensor, n_positions: int) -> None:
 
 # Elements of each half of the heads a program holds at once: 8 a thread with the warps above, so
 # that a head of 128 in 16-bit storage moves 128 bits at a time. Chosen by that, not timed.
-_TILE = 2_048
+_TILE = 512
