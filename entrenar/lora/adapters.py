@@ -147,6 +147,14 @@ class LoraAdapters:
         """Return copies of every A and B as float32 ndarrays, under PEFT's names."""
         return {key: np.array(tensor.numpy()) for key, tensor in self._items()}
 
+    def grad_dict(self) -> dict[str, np.ndarray]:
+        """Return copies of the gradients as float32 ndarrays, under the names of state_dict."""
+        return {
+            key: np.array(Tensor(tensor.grad).numpy())
+            for key, tensor in self._items()
+            if tensor.grad is not None
+        }
+
     def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
         """Overwrite every A and B; gradients and moments stay.
 
