@@ -100,6 +100,15 @@ def _reduction(inputs: Arguments) -> int:
     return max(batch * m, n, k)
 
 
+def _terms(inputs: Arguments) -> float:
+    """Magnitude of what a result sums up, which may cancel."""
+    if not inputs["a"].size or not inputs["b"].size:
+        return 0.0
+    bias = inputs.get("bias")
+    product = float(np.abs(inputs["a"]).max() * np.abs(inputs["b"]).max())
+    return product if bias is None else product + float(np.abs(bias).max())
+
+
 def _gemm_baseline(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return a @ b
 
@@ -175,6 +184,7 @@ OPS: tuple[Op, ...] = (
         differentiable=("a", "b"),
         vjp=_gemm_vjp,
         reduction=_reduction,
+        scale=_terms,
         tolerance_reason=_REASON,
         bytes_moved=_bytes,
         flops=_flops,
@@ -215,6 +225,7 @@ OPS: tuple[Op, ...] = (
         differentiable=("a", "b"),
         vjp=_matmul_vjp,
         reduction=_reduction,
+        scale=_terms,
         tolerance_reason=_REASON,
         bytes_moved=_bytes,
         flops=_flops,
@@ -245,6 +256,7 @@ OPS: tuple[Op, ...] = (
         differentiable=("a", "b", "bias"),
         vjp=_matmul_vjp,
         reduction=_reduction,
+        scale=_terms,
         tolerance_reason=_REASON + "; the bias is added before that rounding",
         bytes_moved=_bytes,
         flops=_flops,
