@@ -83,10 +83,14 @@ def _vjp(
     return dict(zip(("q", "k", "v"), grads, strict=True))
 
 
-def _reduction(inputs: Arguments) -> int:
-    group = inputs["q"].shape[1] // inputs["k"].shape[1]
-    rows = max(len(inputs["q"]) * group, len(inputs["k"]))
-    return int(rows + inputs["q"].shape[2])
+def _term_scale(inputs: Arguments) -> float:
+    """Return the usual size of a score gradient's terms, dP and delta, which cancel for one key."""
+    if not inputs["q"].size or not inputs["k"].size:
+        return 0.0
+    size = {name: float(np.sqrt(np.mean(inputs[name] ** 2))) for name in ("q", "k", "v")}
+    dim = inputs["q"].shape[2]
+    factor = inputs.get("scale") or 1 / math.sqrt(dim)
+    return factor * math.sqrt(dim) * size["v"] * max(size["q"], size["k"])
 
 
 def _bytes_moved(inputs: Arguments, itemsize: int) -> int:
@@ -226,14 +230,15 @@ ATTENTION = Op(
     floats=("q", "k", "v"),
     differentiable=("q", "k", "v"),
     vjp=_vjp,
-    reduction=_reduction,
+    reduction=lambda inputs: inputs["q"].shape[2],
+    scale=_term_scale,
     a=2.0,
     b=4.0,
     rounds_inside=True,
     tolerance_reason=(
-        "b: probabilities and score gradients are rounded to storage before their product, and "
-        "exp turns the error of a score, u * |s|, into a relative one with |s| up to about 4; "
-        "a: delta is formed from the stored output, rounded once more than the result"
+        "K is the head dimension: weights that sum to 1 average the errors of other terms, while "
+        "exp turns the absolute error of a score, u * sqrt(D) * |s|, into a relative one; b: |s| up "
+        "to about 4, and 16-bit storage rounds p and dS; a: delta is formed from the stored output"
     ),
     bytes_moved=_bytes_moved,
     flops=_flops,
