@@ -6,6 +6,11 @@ here; ``run_compiled`` runs one kernel and returns its counters and reports.
 
 from __future__ import annotations
 
-from entrenar.emulator.driver import EmuError, RunInfo, active_driver, install_driver, run_compiled
+import os
+
+# As for kernels: fused multiply-add stays on, and Triton does not warn that its default will change.
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+
+from entrenar.emulator.driver import EmuError, RunInfo, active_driver, install_driver, run_compiled  # noqa: E402
 
 __all__ = ["EmuError", "RunInfo", "active_driver", "install_driver", "run_compiled"]
