@@ -152,6 +152,7 @@ OPS = (
         bytes_moved=_bytes,
         flops=_flops,
         has_dot=True,
+        traffic_reason="none is meant: a product reads an operand once per tile of the other",
         torch_baseline=_baseline,
         tolerance_reason="s, dS, the dropped input and a decoded weight are rounded to x's dtype",
         source="Hu et al., LoRA, equation 3; Dettmers et al., QLoRA, equation 5",

@@ -106,6 +106,7 @@ OPS = (
         bytes_moved=_bytes,
         flops=lambda a: 2 * a["x"].shape[0] * a["w"].shape[0] * a["w"].shape[1],
         has_dot=True,
+        traffic_reason="none is meant: a product reads an operand once per tile of the other",
         torch_baseline=_baseline,
         tolerance_reason="the decoded weight is rounded to x's dtype before the product, as in bnb",
         source="Dettmers et al., QLoRA, equation 5",
