@@ -9,6 +9,7 @@ from typing import NoReturn
 
 from entrenar import __version__
 from entrenar.cli.config_flags import add_config_flags
+from entrenar.cli.model_flags import add_model_flags, add_sampling_flags
 from entrenar.errors import ConfigError
 from entrenar.finetune.config import nearest
 
@@ -116,7 +117,66 @@ def _demo(parser: argparse.ArgumentParser) -> None:
     add_config_flags(parser)
 
 
+def _evaluate(parser: argparse.ArgumentParser) -> None:
+    add_model_flags(parser)
+    parser.add_argument("--data", metavar="FILE", required=True, help="samples, JSON Lines")
+    parser.add_argument("--max-seq-len", type=int, default=512, metavar="N", help="default 512")
+    parser.add_argument("--batch-size", type=int, default=1, metavar="N", help="default 1")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _generate(parser: argparse.ArgumentParser) -> None:
+    add_model_flags(parser)
+    parser.add_argument("--prompt", metavar="TEXT", help="the question; - reads standard input")
+    parser.add_argument(
+        "--raw", action="store_true", help="continue the text as it is, without a chat template"
+    )
+    add_sampling_flags(parser)
+
+
+def _chat(parser: argparse.ArgumentParser) -> None:
+    add_model_flags(parser)
+    add_sampling_flags(parser)
+
+
+def _merge(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--adapter", metavar="DIR", required=True, help="an adapter folder")
+    parser.add_argument("--model", metavar="PATH", help="the base; the adapter's own otherwise")
+    parser.add_argument("--output", metavar="DIR", required=True, help="a new folder")
+    parser.add_argument(
+        "--dtype", default="bfloat16", metavar="WORD", help="bfloat16 (default), float16, float32"
+    )
+
+
+def _inspect(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", help="a model, an adapter, a run's folder or a data file")
+
+
+def _estimate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", metavar="PATH", required=True, help="only its config is read")
+    parser.add_argument("--config", metavar="FILE", help="settings in TOML; flags go before it")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, in bytes")
+    add_config_flags(parser)
+
+
+def _plot(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", help="a run's folder")
+    parser.add_argument("--output", metavar="FILE", help="default: the run's loss.png")
+
+
+def _doctor(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
 _COMMANDS: tuple[tuple[str, str, Callable[[argparse.ArgumentParser], None]], ...] = (
     ("train", "fine-tune a model on instruction data", _train),
     ("demo", "fine-tune a small model on Python's own docstrings, here and now", _demo),
+    ("evaluate", "measure the loss of a model on a data file", _evaluate),
+    ("generate", "answer one prompt", _generate),
+    ("chat", "talk with a model", _chat),
+    ("merge", "write base model and adapter as one model", _merge),
+    ("inspect", "say what a model, adapter, run or data file holds", _inspect),
+    ("estimate", "say what memory a run will need", _estimate),
+    ("plot", "draw a run's losses", _plot),
+    ("doctor", "say what this machine offers and whether it computes right", _doctor),
 )

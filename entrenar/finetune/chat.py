@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from entrenar.errors import DataError, EntrenarError
+from entrenar.errors import DataError
 from entrenar.finetune.corpus import Corpus
 
 __all__ = ["ChatEncoder", "EncodedCorpus", "Example", "encode_corpus"]
@@ -108,7 +108,7 @@ class ChatEncoder:
                         add_generation_prompt=add_generation_prompt,
                     )
                 )
-            except EntrenarError as error:
+            except DataError as error:
                 raise DataError(
                     f"the chat template refuses the turns: {error.message}",
                     "correct that row, or the model's chat template",

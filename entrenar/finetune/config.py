@@ -133,7 +133,7 @@ class InstructConfig:
         for name in values:
             if name not in fields:
                 raise ConfigError(f"{where} has the unknown key {name!r}", nearest(name, fields))
-        cleaned = {
+        cleaned: dict[str, Any] = {
             name: None
             if isinstance(value, str) and value.lower() == "none" and name in _OPTIONAL
             else value

@@ -73,15 +73,18 @@ def test_no_module_is_imported() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_the_script_gives_the_same_files_each_time(tmp_path: Path) -> None:
+def test_the_script_gives_the_same_files_each_time(
+    pairs: list[DocstringPair], tmp_path: Path
+) -> None:
     script = ROOT / "examples" / "build_docstring_pairs.py"
-    for name in ("a", "b"):
-        command = [sys.executable, str(script), "--output", str(tmp_path / name)]
-        env = {"PYTHONPATH": str(ROOT), "PYTHONHASHSEED": str(ord(name)), "PATH": "/usr/bin:/bin"}
-        subprocess.run(command, check=True, capture_output=True, env=env)
-    for file in ("train.jsonl", "heldout.jsonl"):
-        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
-    corpus = read_corpus(tmp_path / "a" / "train.jsonl")
+    command = [sys.executable, str(script), "--output", str(tmp_path / "made")]
+    env = {"PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "7", "PATH": "/usr/bin:/bin"}
+    subprocess.run(command, check=True, capture_output=True, env=env)
+    for name, part in zip(("train", "heldout"), split_pairs(pairs), strict=True):
+        write_pairs(tmp_path / "mine.jsonl", part)
+        made = (tmp_path / "made" / f"{name}.jsonl").read_bytes()
+        assert made == (tmp_path / "mine.jsonl").read_bytes()
+    corpus = read_corpus(tmp_path / "made" / "train.jsonl")
     assert corpus.format == "instruction+response"
     assert not corpus.ignored_keys
 

@@ -378,6 +378,8 @@ class InstructPipeline:
         """
         from entrenar.finetune.merge import merge_adapter
 
+        if self.model.path is None:
+            raise CheckpointError("the model was not read from a checkpoint", "merge one that was")
         merge_adapter(self.model.path, self.adapters, folder, dtype)
 
 

@@ -1,0 +1,163 @@
+"""The commands beside training, on a tiny model."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from entrenar import Transformer
+from entrenar.cli import main
+from entrenar.cli.console import count, duration, gibibytes
+
+
+@pytest.fixture(scope="module")
+def run_folder(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("commands")
+    data = folder / "pairs.jsonl"
+    rows = [{"instruction": f"say {c}", "response": c * 4} for c in "abcdefgh"]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = (
+        "--max-steps 6 --batch-size 4 --lora-rank 2 --learning-rate 2e-2 --answers 0 --device cpu"
+    )
+    paths = ["--model", str(tiny_model), "--data", str(data), "--output", str(folder / "run")]
+    assert main(["train", *paths, *arguments.split(), "--eval-fraction", "0.25"]) == 0
+    return folder
+
+
+def test_evaluate(capsys: pytest.CaptureFixture[str], tiny_model: Path, run_folder: Path) -> None:
+    data, losses = str(run_folder / "pairs.jsonl"), []
+    capsys.readouterr()
+    for flags in (["--model", str(tiny_model)], ["--adapter", str(run_folder / "run" / "adapter")]):
+        for size in ("1", "3"):
+            assert main(["evaluate", *flags, "--data", data, "--batch-size", size, "--json"]) == 0
+            figures = json.loads(capsys.readouterr().out)
+            assert figures["samples"] == 8
+            assert figures["response_tokens"] == 40
+            losses.append(figures["loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    assert losses[2] < losses[0]
+    assert main(["evaluate", "--model", str(tiny_model), "--data", data]) == 0
+    assert "perplexity" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("flags", [[], ["--raw"], ["--system", "be brief"]])
+def test_generate(capsys: pytest.CaptureFixture[str], run_folder: Path, flags: list[str]) -> None:
+    adapter = str(run_folder / "run" / "adapter")
+    capsys.readouterr()
+    arguments = ["--max-new-tokens", "5", "--temperature", "0", *flags]
+    texts = []
+    for _ in range(2):
+        assert main(["generate", "--adapter", adapter, "--prompt", "say a", *arguments]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+    assert texts[0].endswith("\n")
+
+
+def test_generate_reads_standard_input(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tiny_model: Path
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("say b"))
+    arguments = ["--prompt", "-", "--max-new-tokens", "2", "--seed", "1"]
+    assert main(["generate", "--model", str(tiny_model), *arguments]) == 0
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    assert main(["generate", "--model", str(tiny_model), "--prompt", "-"]) == 2
+    assert "--prompt is missing or empty" in capsys.readouterr().err
+
+
+def test_chat(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tiny_model: Path
+) -> None:
+    lines = iter(["hello", "/new", "x" * 300, "again"])
+
+    def read(prompt: str) -> str:
+        try:
+            return next(lines)
+        except StopIteration:
+            raise EOFError from None
+
+    monkeypatch.setattr("builtins.input", read)
+    assert main(["chat", "--model", str(tiny_model), "--max-new-tokens", "3"]) == 0
+    assert "/new starts over" in capsys.readouterr().out
+
+
+def test_merge(capsys: pytest.CaptureFixture[str], run_folder: Path, tmp_path: Path) -> None:
+    """https://github.com/ml-explore/mlx-examples/issues/622"""
+    adapter = str(run_folder / "run" / "adapter")
+    output = tmp_path / "merged"
+    assert main(["merge", "--adapter", adapter, "--output", str(output), "--dtype", "float32"]) == 0
+    assert "4 weights" in capsys.readouterr().out
+    from entrenar.finetune.adapted import load_adapted
+
+    adapted, _ = load_adapted(None, adapter, device="cpu")
+    merged = Transformer.from_pretrained(output, device="cpu")
+    ids = [[1, 5, 9]]
+    np.testing.assert_allclose(merged.logits(ids), adapted.logits(ids), rtol=0, atol=1e-4)
+    assert main(["merge", "--adapter", adapter, "--output", str(output)]) == 2
+
+
+def test_inspect(capsys: pytest.CaptureFixture[str], tiny_model: Path, run_folder: Path) -> None:
+    wanted = {
+        tiny_model: ("Hugging Face model", "llama", "4 of 8"),
+        run_folder / "run": ("kind", "held-out loss", "complete", "lora_rank=2"),
+        run_folder / "run" / "adapter": ("LoRA adapter", "alpha    ", "q_proj, v_proj"),
+        run_folder / "pairs.jsonl": ("instruction+response", "8 (0 empty ones skipped)"),
+    }
+    capsys.readouterr()
+    for path, parts in wanted.items():
+        assert main(["inspect", str(path)]) == 0
+        shown = capsys.readouterr().out
+        assert all(part.strip() in shown for part in parts), shown
+    assert main(["inspect", str(run_folder / "none")]) == 2
+
+
+def test_estimate(capsys: pytest.CaptureFixture[str], tiny_model: Path) -> None:
+    capsys.readouterr()
+    figures = []
+    for flags in ([], ["--quantize-nf4"], ["--batch-size", "8"]):
+        assert (
+            main(["estimate", "--model", str(tiny_model), "--json", "--device", "cpu", *flags]) == 0
+        )
+        figures.append(json.loads(capsys.readouterr().out))
+    assert figures[1]["weights"] < figures[0]["weights"]
+    assert figures[2]["activations"] == 8 * figures[0]["activations"]
+    model = Transformer.from_pretrained(tiny_model, device="cpu")
+    assert figures[0]["weights"] == model.nbytes()
+    quantised = Transformer.from_pretrained(tiny_model, quantize="nf4", device="cpu")
+    assert figures[1]["weights"] == pytest.approx(quantised.nbytes(), rel=0.01)
+    assert main(["estimate", "--model", str(tiny_model), "--device", "cpu"]) == 0
+    assert "free on cpu" in capsys.readouterr().out
+
+
+def test_plot(capsys: pytest.CaptureFixture[str], run_folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    run = str(run_folder / "run")
+    assert main(["plot", run, "--output", str(tmp_path / "a.svg")]) == 0
+    assert "<svg" in (tmp_path / "a.svg").read_text()
+    assert main(["plot", run, "--output", str(tmp_path / "a.xyz")]) == 2
+    assert main(["plot", str(tmp_path)]) == 2
+    assert "has no metrics.jsonl" in capsys.readouterr().err
+
+
+def test_doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    code = main(["doctor", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert code == (3 if found["problems"] else 0)
+    assert "agrees with float64" in found["check"]
+    assert main(["doctor"]) == code
+    assert "extras" in capsys.readouterr().out
+    monkeypatch.setenv("ENTRENAR_BACKEND", "cuda")
+    assert main(["doctor"]) == 2
+    assert "ENTRENAR_BACKEND is 'cuda'" in capsys.readouterr().err
+
+
+def test_units() -> None:
+    assert count(1234567.8) == "1 234 567"
+    assert gibibytes(3 * 2**30) == "3.00 GiB"
+    assert gibibytes(2**20) == "1.0 MiB"
+    assert duration(59.6) == "1:00"
+    assert duration(3725) == "1:02:05"
