@@ -55,6 +55,16 @@ def walk(nodes: dict[int, Node], seeds: Sequence[Seed], *, retain: bool, overwri
                 slot.grad = None
     for stream in others:
         home.wait_stream(stream)
+    if others:
+        _keep_for(home, plan)
+
+
+def _keep_for(home: Stream, plan: Sequence[tuple[int, Node]]) -> None:
+    """Keep leaf gradients that side streams allocated alive for the work of the home stream."""
+    leaves = {edge for _, node in plan for edge in node.edges if isinstance(edge, Tensor)}
+    for leaf in leaves:
+        if leaf.grad is not None and leaf.grad.is_cuda:
+            leaf.grad.record_stream(home.torch_stream)
 
 
 def _plan(nodes: dict[int, Node], seeds: Sequence[Slot]) -> list[tuple[int, Node]]:
