@@ -244,8 +244,9 @@ def _attention_forward_kernel(
         CAUSAL, WINDOWED, True, HEAD_DIM, BLOCK_D, BLOCK_N, UPCAST_DOT,
     )  # fmt: skip
     seen = total != 0.0
+    total = tl.where(seen, total, 1.0)
     lse = tl.where(seen, (top + tl.log2(total)) * _LN2, -float("inf"))
-    out = accumulator / tl.where(seen, total, 1.0)[:, None]
+    out = accumulator / total[:, None]
     lse_ptr += head * n_rows_q + q0
     tl.store(lse_ptr + queries, lse, mask=queries < n_queries)
     out_ptr += q0 * stride_ot + head * stride_oh

@@ -45,7 +45,7 @@ _LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def _row_maximum_and_sum(row_ptr, n_cols, BLOCK: tl.constexpr):
-    """Reduce a row to its shift m and sum_c exp(x[c] - m); the sum is 0 for a row of -inf."""
+    """Reduce a row to its shift m and sum_c exp(x[c] - m); the sum is NaN for a row of -inf."""
     cols = tl.arange(0, BLOCK)
     top = -float("inf")
     shift = 0.0
@@ -57,7 +57,8 @@ def _row_maximum_and_sum(row_ptr, n_cols, BLOCK: tl.constexpr):
         top = tl.maximum(top, tl.max(x, 0))
         shift = tl.where(top == -float("inf"), 0.0, top)
         totals = totals * tl.exp2((old - shift) * _LOG2E) + tl.exp2((x - shift) * _LOG2E)
-    return shift, tl.sum(totals, 0)
+    total = tl.sum(totals, 0)
+    return shift, tl.where(total == 0.0, float("nan"), total)
 
 
 @triton.jit
