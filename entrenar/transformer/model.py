@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from entrenar import runtime
-from entrenar.autograd import Tensor, checkpoint, no_grad, ops, recording
+from entrenar.autograd import Tensor, checkpoint, current_stream, no_grad, ops, recording
 from entrenar.errors import AdapterError, ConfigError, ShapeMismatchError
 from entrenar.kernels.nf4_weight import NF4Weight
 from entrenar.optable import call
@@ -111,6 +111,8 @@ class Transformer:
         self.config = _settle_tie(config, held)
         self._weights = held
         self._build(held)
+        # Any stream may read the weights from now on, so their copies and quantisation are done.
+        current_stream(self.device).synchronize()
 
     @classmethod
     def from_pretrained(
@@ -276,17 +278,22 @@ class Transformer:
             return np.zeros((batch, length, self.config.vocab_size), dtype=np.float32)
         with no_grad():
             hidden = self.hidden(array.reshape(-1), positions, cu_seqlens)
-            return self.project(hidden.data).reshape(batch, length, -1)
+            return self.project(hidden).reshape(batch, length, -1)
 
-    def project(self, hidden: torch.Tensor) -> np.ndarray:
-        """Return the logits of hidden states [n, H] as float32 [n, V], on the host."""
+    def project(self, hidden: Tensor) -> np.ndarray:
+        """Return the logits of hidden states [n, H] as float32 [n, V], on the host.
+
+        Waits for the device.
+        """
         wide = torch.float64 if self.dtype == torch.float64 else torch.float32
+        stream = current_stream(self.device)
+        hidden.ready_on(stream)
         out = torch.empty((hidden.shape[0], self._lm_head.shape[0]), dtype=wide)
         for start in range(0, hidden.shape[0], _LOGIT_ROWS):
-            part = hidden[start : start + _LOGIT_ROWS]
+            part = hidden.data[start : start + _LOGIT_ROWS]
             target = out[start : start + _LOGIT_ROWS]
             made = target if self.device == "cpu" else torch.empty_like(target, device=self.device)
-            call("matmul", part, self._lm_head.data, trans_b=True, out=made)
+            call("matmul", part, self._lm_head.data, trans_b=True, out=made, stream=stream)
             if made is not target:
                 target.copy_(made)
         return out.numpy()
@@ -300,7 +307,8 @@ class Transformer:
         positions = np.arange(cache.length, cache.length + len(ids), dtype=np.int64)
         with no_grad():
             hidden = self.hidden(ids, positions, cache=cache)
-            return self.project(hidden.data[-1:])[0]
+            last = hidden.view(hidden.data[-1:])
+            return self.project(last)[0]
 
     def _hold(self, name: str, tensor: torch.Tensor, quantised: bool) -> Tensor | NF4Weight:
         if quantised and self.quantize == "nf4":
@@ -371,7 +379,10 @@ class Transformer:
         return Rows(places, starts, cos, sin, cache, dropout_seed)
 
     def _rotation(self, positions: Any, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return tables that cover the positions; on a GPU, without waiting for their values."""
+        """Return tables that cover the positions; on a GPU, without waiting for their values.
+
+        Tables are kept until a longer sequence comes; making them waits for the copy.
+        """
         limit = self.config.context_length
         length = limit
         if not places.is_cuda or self.config.rope_scaling.kind == "dynamic":
@@ -388,6 +399,7 @@ class Transformer:
         cached = self._table_on_device
         if cached is None or cached[0] is not tables:
             cos, sin = (torch.from_numpy(t).to(self.device) for t in tables)
+            current_stream(self.device).synchronize()
             cached = self._table_on_device = (tables, cos, sin)
         return cached[1], cached[2]
 

@@ -227,7 +227,7 @@ def test_packed_rows_equal_single_runs(
     """https://github.com/unslothai/unsloth/issues/3795"""
     model = make_model(tiny_settings)
     packed = model.hidden([5, 6, 7, 8], [0, 1, 2, 0], [0, 3, 4])
-    logits = model.project(packed.data)
+    logits = model.project(packed)
     np.testing.assert_allclose(logits[:3], model.logits([[5, 6, 7]])[0], rtol=0, atol=1e-12)
     np.testing.assert_allclose(logits[3:], model.logits([[8]])[0], rtol=0, atol=1e-12)
 
