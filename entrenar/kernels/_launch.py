@@ -18,6 +18,7 @@ import torch
 from entrenar import runtime
 from entrenar.checks import check_dtype
 from entrenar.errors import DeviceError, LayoutError
+from entrenar.kernels import _interpreter
 
 __all__ = [
     "allocating",
@@ -219,6 +220,8 @@ def launch(
     _check_backend(op, kernel, where)
     if where == "ptx":
         _emulate(runtime.ptx_target())
+    else:
+        _interpreter.round_to_nearest()
     kernel[grid](**arguments)
 
 
