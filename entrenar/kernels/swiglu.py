@@ -40,10 +40,24 @@ _TANH_CUBIC = tl.constexpr(0.044715)
 
 
 @triton.jit
-def _sigmoid(x):
+def _sigmoids(x):
+    """Return ``sigmoid(x)`` and ``sigmoid(-x)``, the second without the cancellation of ``1 - s``."""
     # exp(-|x|) is at most 1: nothing overflows, and the division stays between 1 and 2
     small = tl.exp(-tl.abs(x))
-    return tl.where(x >= 0, 1.0, small) / (1.0 + small)
+    near, far = 1.0 / (1.0 + small), small / (1.0 + small)
+    return tl.where(x >= 0, near, far), tl.where(x >= 0, far, near)
+
+
+@triton.jit
+def _sigmoid(x):
+    sigmoid, _ = _sigmoids(x)
+    return sigmoid
+
+
+@triton.jit
+def _silu_slope(x):
+    sigmoid, rest = _sigmoids(x)
+    return sigmoid * (1.0 + x * rest)
 
 
 @triton.jit
@@ -93,21 +107,23 @@ def _swiglu_backward_kernel(
     grad = tl.load(grad_y_ptr + row * stride_grad_y + cols, mask=mask, other=0.0).to(tl.float32)
     gate = tl.load(gate_ptr + row * stride_gate + cols, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + row * stride_up + cols, mask=mask, other=0.0).to(tl.float32)
-    sigmoid = _sigmoid(gate)
-    grad_gate = grad * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
-    grad_up = grad * gate * sigmoid
+    sigmoid, rest = _sigmoids(gate)
+    grad_gate = grad * up * (sigmoid * (1.0 + gate * rest))
+    grad_up = grad * (gate * sigmoid)
     tl.store(grad_gate_ptr + row * stride_grad_gate + cols, grad_gate, mask=mask)
     tl.store(grad_up_ptr + row * stride_grad_up + cols, grad_up, mask=mask)
 
 
 @triton.jit
-def _gelu_gate(x, KIND: tl.constexpr):
+def _gelu_gates(x, KIND: tl.constexpr):
+    """Return Phi(x) and Phi(-x)."""
     if KIND == "gelu_tanh":
         # (1 + tanh(z)) / 2 is sigmoid(2 z), which does not cancel in the left tail
-        gate = _sigmoid((x + x * x * x * _TANH_CUBIC) * _TWICE_TANH_SCALE)
+        gate, rest = _sigmoids((x + x * x * x * _TANH_CUBIC) * _TWICE_TANH_SCALE)
     else:
         gate = 0.5 * (1.0 + tl.erf(x * _SQRT_HALF))
-    return gate
+        rest = 1.0 - gate
+    return gate, rest
 
 
 @triton.jit
@@ -122,7 +138,8 @@ def _activation_forward_kernel(
     elif KIND == "silu":
         y = x * _sigmoid(x)
     else:
-        y = x * _gelu_gate(x, KIND)
+        gate, _ = _gelu_gates(x, KIND)
+        y = x * gate
     tl.store(y_ptr + row * stride_y + cols, y, mask=mask)
 
 
@@ -145,14 +162,14 @@ def _activation_backward_kernel(
     if KIND == "relu":
         slope = tl.where(x > 0, 1.0, 0.0)
     elif KIND == "silu":
-        sigmoid = _sigmoid(x)
-        slope = sigmoid * (1.0 + x * (1.0 - sigmoid))
+        slope = _silu_slope(x)
     elif KIND == "gelu_tanh":
-        gate = _gelu_gate(x, KIND)
+        gate, rest = _gelu_gates(x, KIND)
         inner = (1.0 + x * x * 3.0 * _TANH_CUBIC) * _TWICE_TANH_SCALE
-        slope = gate + x * gate * (1.0 - gate) * inner
+        slope = gate + x * (gate * rest) * inner
     else:
-        slope = _gelu_gate(x, KIND) + x * tl.exp(-0.5 * x * x) * _ROOT_2_PI
+        gate, _ = _gelu_gates(x, KIND)
+        slope = gate + x * tl.exp(-0.5 * x * x) * _ROOT_2_PI
     tl.store(grad_x_ptr + row * stride_grad_x + cols, grad * slope, mask=mask)
 
 

@@ -68,7 +68,7 @@ def swiglu_backward(
     """
     _check("swiglu_backward", gate=gate, up=up, grad_y=grad_y)
     sigmoid = _sigmoid(gate)
-    grad_gate = grad_y * up * _silu_slope(gate, sigmoid)
+    grad_gate = grad_y * up * _silu_slope(gate)
     grad_up = grad_y * (gate * sigmoid)
     if not inplace:
         return grad_gate, grad_up
@@ -97,7 +97,7 @@ def silu_backward(grad_y: np.ndarray, x: np.ndarray) -> np.ndarray:
         DTypeError: Dtypes differ, or are not floating.
     """
     _check("silu_backward", x=x, grad_y=grad_y)
-    return grad_y * _silu_slope(x, _sigmoid(x))
+    return grad_y * _silu_slope(x)
 
 
 def gelu_forward(x: np.ndarray, approximate: str = "none") -> np.ndarray:
@@ -130,7 +130,8 @@ def gelu_backward(grad_y: np.ndarray, x: np.ndarray, approximate: str = "none") 
     if approximate == "none":
         slope = np.exp(-0.5 * np.square(x)) / math.sqrt(2 * math.pi)
     else:
-        slope = 2 * gate * (1 - gate) * _TANH_SCALE * (1 + 3 * _TANH_CUBIC * np.square(x))
+        rest = _gelu_gate("gelu_backward", -x, approximate)
+        slope = 2 * gate * rest * _TANH_SCALE * (1 + 3 * _TANH_CUBIC * np.square(x))
     return (grad_y * (gate + x * slope)).astype(x.dtype)
 
 
@@ -161,14 +162,15 @@ def _sigmoid(x: np.ndarray) -> np.ndarray:
     return np.where(x >= 0, 1, small) / (1 + small)
 
 
-def _silu_slope(x: np.ndarray, sigmoid: np.ndarray) -> np.ndarray:
-    return sigmoid * (1 + x * (1 - sigmoid))
+def _silu_slope(x: np.ndarray) -> np.ndarray:
+    # sigmoid(-x) is 1 - sigmoid(x) without the cancellation
+    return _sigmoid(x) * (1 + x * _sigmoid(-x))
 
 
 def _gelu_gate(op: str, x: np.ndarray, approximate: str) -> np.ndarray:
     if approximate == "tanh":
-        inner = _TANH_SCALE * (x + _TANH_CUBIC * x * x * x)
-        return ((1 + np.tanh(inner)) / 2).astype(x.dtype)
+        # (1 + tanh(z)) / 2 is sigmoid(2 z), which does not cancel in the left tail
+        return _sigmoid(2 * _TANH_SCALE * (x + _TANH_CUBIC * x * x * x)).astype(x.dtype)
     if approximate == "none":
         # erfc keeps the relative precision of the left tail, where 1 + erf cancels
         tail = [math.erfc(-value * math.sqrt(0.5)) / 2 for value in x.ravel().tolist()]
