@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import itertools
 
+import os
+
 import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
 
+from entrenar import runtime
 from entrenar.autograd import Tape, Tensor, checkpoint, ops
 
 T, HEADS, KV, D, FF, V = 6, 4, 2, 4, 12, 17
@@ -124,3 +127,25 @@ def test_narrow_storage_is_near_float64(dtype: torch.dtype, rtol: float, overwri
         assert tensor.grad.dtype == dtype
         error = (tensor.grad.double() - peer[name].grad).norm() / peer[name].grad.norm()
         assert error < rtol, name
+
+
+@pytest.mark.skipif(not runtime.triton_available(), reason="triton is not installed")
+@pytest.mark.parametrize(
+    ("dtype", "rtol"),
+    [
+        (torch.float32, 2e-5),
+        pytest.param(
+            torch.bfloat16,
+            0.08,
+            marks=pytest.mark.skipif(
+                "ENTRENAR_PROVE" not in os.environ, reason="runs in make prove"
+            ),
+        ),
+    ],
+)
+def test_kernels_give_the_same_gradients(
+    dtype: torch.dtype, rtol: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The whole block through the compiled kernels, executed by the emulator."""
+    monkeypatch.setenv("ENTRENAR_BACKEND", "ptx")
+    test_narrow_storage_is_near_float64(dtype, rtol, True)
