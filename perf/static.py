@@ -275,6 +275,7 @@ def rows(
     only: str = "",
     workers: int | None = None,
     progress: Callable[[int, int], None] | None = None,
+    one_each: bool = False,
 ) -> list[Row]:
     """Compile every kernel for every target; return one row each, in a fixed order.
 
@@ -284,6 +285,7 @@ def rows(
         only: Part of a launcher's name, to compile its kernels alone.
         workers: Processes; the cores of the machine where None.
         progress: Called with (rows done, rows in all).
+        one_each: Compile each kernel in the first configuration it is launched in alone.
     """
     work: list[tuple[Spec, str]] = []
     for amd in (False, True):
@@ -291,6 +293,8 @@ def rows(
         if chosen:
             with _pool(1) as pool:
                 specs = pool.submit(collect, list(dtypes), only, amd).result()
+            if one_each:
+                specs = list({(s.module, s.kernel): s for s in reversed(specs)}.values())
             work += [(spec, target) for target in chosen for spec in specs]
     done: list[Row] = []
     with _pool(workers or os.cpu_count() or 1) as pool:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import inspect
 import json
 import math
 import os
@@ -24,11 +25,16 @@ __all__ = ["main", "measure"]
 
 Row = dict[str, Any]
 SMALL = 64 << 10
-# Backward launchers whose floor their row, which is about the forward one, does not bound.
-BOUNDS = {
-    "cross_entropy_backward": (1.55, "the logits are read for their sum, then for the gradient"),
-    "causal_cross_entropy_backward": (1.55, "as cross_entropy_backward"),
-}
+# Bounds of calls that their row, which speaks of the forward pass on usual sizes, does not bound.
+BOUNDS: tuple[tuple[str, str, float, str], ...] = (
+    ("cross_entropy_backward", "", 1.55, "the logits are read for their sum, then once more"),
+    ("softmax_backward", "65536", 1.7, "both operands of a row past a block are read twice"),
+    ("rms_norm_forward", "24576", 2.0, "a row past a block is read twice, and with it its weight"),
+    ("rms_norm_backward", "24576", 3.2, "operands past a block are read three times, the weight twice"),
+    ("rms_norm_backward", "TxH", 1.35, "a float32 partial sum of the weight's gradient for four rows"),
+    ("bias_backward", "", 1.15, "float32 partial sums, so that a few hundred rows fill a device"),
+    ("clip_grad_norm", "", 1.51, "two reads and one write, and three floats a program"),
+)  # fmt: skip
 
 
 def _moved(history: list[Any]) -> tuple[int, int]:
@@ -50,8 +56,12 @@ def _storages(value: Any) -> list[Any]:
     return [value] if hasattr(value, "untyped_storage") else []
 
 
-def _floor(given: dict[str, Any], mutates: tuple[str, ...], result: Any) -> int:
-    """Return the bytes of every input, once, and of every output, once."""
+def _floor(op: Any, call: Any, given: dict[str, Any], size: int, mutates: Any, result: Any) -> int:
+    """Return the bytes of every input, once, and of every output, once; as the row has it if it does."""
+    if call.function == op.forward.name:
+        arrays = {k: v.float() if _is_floating(v) else v for k, v in given.items()}
+        arrays = {k: v.numpy() if hasattr(v, "untyped_storage") else v for k, v in arrays.items()}
+        return int(op.bytes_moved(arrays, size))
 
     def total(tensors: list[Any]) -> int:
         once = {t.data_ptr(): t.numel() * t.element_size() for t in tensors if t.numel()}
@@ -64,8 +74,48 @@ def _floor(given: dict[str, Any], mutates: tuple[str, ...], result: Any) -> int:
     return total(read) + total([*written, *_storages(result)])
 
 
+def _is_floating(value: Any) -> bool:
+    return hasattr(value, "untyped_storage") and value.is_floating_point()
+
+
+def _bound(op: Any, function: str, shape: str) -> tuple[float | None, str]:
+    for name, part, bound, why in BOUNDS:
+        if function.endswith(name) and part in shape:
+            return bound, why
+    return op.traffic_bound, op.traffic_reason
+
+
+def _count(op: Any, call: Any, dtype: str, tokens: int, driver: Any) -> Row:
+    """Execute one call and return its row."""
+    from entrenar.optable import FUNCTIONS
+    from perf.calls import DTYPES, Maker
+
+    launcher = getattr(importlib.import_module(f"entrenar.kernels.{call.family}"), call.function)
+    bound = inspect.signature(launcher).bind(**call.make(Maker(DTYPES[dtype], tokens, values=True)))
+    bound.apply_defaults()
+    given = {k: v for k, v in bound.arguments.items() if k != "stream"}
+    driver.history = []
+    result = launcher(**given)
+    loaded, stored = _moved(driver.history)
+    mutates = FUNCTIONS[call.function].mutates
+    floor = _floor(op, call, given, DTYPES[dtype].itemsize, mutates, result)
+    limit, why = _bound(op, call.function, call.shape)
+    return {
+        "op": call.function,
+        "dtype": dtype,
+        "shape": f"{call.shape}, T={tokens}",
+        "loaded_bytes": loaded,
+        "stored_bytes": stored,
+        "floor_bytes": floor,
+        "ratio": round((loaded + stored) / floor, 4) if floor else math.nan,
+        "bound": limit,
+        "why": why,
+        "launches": len(driver.history),
+    }
+
+
 def measure(
-    only: str = "", dtypes: tuple[str, ...] = ("fp32", "bf16"), tokens: int = 64
+    only: str = "", dtypes: tuple[str, ...] = ("fp32", "bf16"), tokens: int = 256
 ) -> list[Row]:
     """Run every call whose launcher's name contains ``only``; return a row each.
 
@@ -74,40 +124,17 @@ def measure(
     os.environ["ENTRENAR_BACKEND"] = "ptx"
     from entrenar import runtime
     from entrenar.emulator import install_driver
-    from entrenar.optable import FUNCTIONS, OPS
-    from perf.calls import CALLS, DTYPES, Maker
+    from entrenar.optable import OPS
+    from perf.calls import CALLS
 
     driver = install_driver(runtime.ptx_target(), counters=True)
-    rows: list[Row] = []
-    for call in CALLS:
-        op = OPS[call.op]
-        if op.has_dot or only not in call.function:
-            continue
-        launcher = getattr(
-            importlib.import_module(f"entrenar.kernels.{call.family}"), call.function
-        )
-        for dtype in (d for d in dtypes if d in call.dtypes):
-            given = call.make(Maker(DTYPES[dtype], tokens, values=True))
-            driver.history = []
-            result = launcher(**given)
-            loaded, stored = _moved(driver.history)
-            floor = _floor(given, FUNCTIONS[call.function].mutates, result)
-            bound, why = BOUNDS.get(call.function, (op.traffic_bound, op.traffic_reason))
-            rows.append(
-                {
-                    "op": call.function,
-                    "dtype": dtype,
-                    "shape": f"{call.shape}, T={tokens}",
-                    "loaded_bytes": loaded,
-                    "stored_bytes": stored,
-                    "floor_bytes": floor,
-                    "ratio": round((loaded + stored) / floor, 4) if floor else math.nan,
-                    "bound": bound,
-                    "why": why,
-                    "launches": len(driver.history),
-                }
-            )
-    return rows
+    return [
+        _count(OPS[call.op], call, dtype, tokens, driver)
+        for call in CALLS
+        if only in call.function and not OPS[call.op].has_dot
+        for dtype in dtypes
+        if dtype in call.dtypes
+    ]
 
 
 def over(row: Row) -> bool:
@@ -124,7 +151,7 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("--only", default="", help="part of a launcher's name")
     parser.add_argument("--dtypes", default="fp32,bf16", help="comma-separated")
-    parser.add_argument("--tokens", type=int, default=64, help="rows of activations")
+    parser.add_argument("--tokens", type=int, default=256, help="rows of activations")
     parser.add_argument("--json", default="-", help="a path, or - for standard output")
     options = parser.parse_args(arguments)
     rows = measure(options.only, tuple(options.dtypes.split(",")), options.tokens)
