@@ -67,6 +67,21 @@ def activated(tape: Tape | Probe | None) -> Iterator[None]:
         _ACTIVE.reset(token)
 
 
+@contextlib.contextmanager
+def forked(stream: Stream | None) -> Iterator[None]:
+    """Run the block on ``stream``, after the surrounding stream's work and before what follows on it."""
+    if stream is None:
+        yield
+        return
+    outer = current_stream(stream.device)
+    stream.wait_stream(outer)
+    try:
+        with stream:
+            yield
+    finally:
+        outer.wait_stream(stream)
+
+
 class no_grad(contextlib.ContextDecorator):
     """Compute without recording, as a block or as a decorator; nesting and recursion are fine."""
 
@@ -93,7 +108,9 @@ class Tape:
     """Records differentiable ops and computes gradients from them.
 
     ``with Tape(stream) as tape:`` runs the block's ops on ``stream`` and records each whose result
-    has a gradient. :meth:`backward` may be called inside the block or after it.
+    has a gradient. :meth:`backward` may be called inside the block or after it. Both start after what
+    the surrounding stream was given before, and the surrounding stream goes on after them: what an
+    optimiser writes and reads between two steps needs no synchronisation by the caller.
 
     Args:
         stream: The stream of the block's ops; None keeps the stream that is current where an op
@@ -111,12 +128,13 @@ class Tape:
         self._token = object()
         self._nodes: dict[int, Node] = {}
         self._serial = 0
-        self._entered: list[Token[Tape | Probe | None]] = []
+        self._entered: list[contextlib.ExitStack] = []
 
     def __enter__(self) -> Tape:
-        if self.stream is not None:
-            self.stream.__enter__()
-        self._entered.append(_ACTIVE.set(self))
+        stack = contextlib.ExitStack()
+        stack.enter_context(forked(self.stream))
+        stack.enter_context(activated(self))
+        self._entered.append(stack)
         return self
 
     def __exit__(
@@ -125,9 +143,7 @@ class Tape:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        _ACTIVE.reset(self._entered.pop())
-        if self.stream is not None:
-            self.stream.__exit__(kind, error, trace)
+        self._entered.pop().close()
 
     def __len__(self) -> int:
         """Return the number of recorded ops that were not freed."""
@@ -199,9 +215,8 @@ class Tape:
         if len(grads) != len(losses):
             raise AutogradError(f"backward: {len(grads)} gradients for {len(losses)} tensors", "")
         with contextlib.ExitStack() as stack:
+            stack.enter_context(forked(self.stream))
             stack.enter_context(activated(None))
-            if self.stream is not None:
-                stack.enter_context(self.stream)
             seeds = [self._seed(t, g) for t, g in zip(losses, grads, strict=True)]
             overwrite = self.overwrite_activations and not retain_graph
             walk(self._nodes, seeds, retain=retain_graph, overwrite=overwrite)
