@@ -149,6 +149,10 @@ class Tape:
         """Return the number of recorded ops that were not freed."""
         return len(self._nodes)
 
+    def __bool__(self) -> bool:
+        """Return True, also before the first op."""
+        return True
+
     @property
     def token(self) -> object:
         """Identity of the tape, which its tensors carry instead of the tape itself."""

@@ -42,13 +42,23 @@ _INERT = {
     "exclude_modules", "layers_pattern", "layers_to_transform", "loftq_config", "ensure_weight_tying",
 }  # fmt: skip
 _READ = {"lora_alpha", "lora_dropout", "peft_type", "r", "target_modules", "use_rslora"}
-# Ways to fill A that leave the base model as it was.
-_PLAIN_INITS = (None, True, False, "gaussian", "orthogonal", "eva")
-# What PEFT writes for each option that is off; another value changes the computation.
+# What an option that is off may be.
+_NOTHING = (None, False, {}, [], "")
+# Options that change the computation, and what each may be.
 _OFF: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(
+        (
+            "alora_invocation_tokens", "alpha_pattern", "arrow_config", "corda_config",
+            "fan_in_fan_out", "kasa_config", "layer_replication", "lora_bias", "lora_ga_config",
+            "modules_to_save", "monteclora_config", "rank_pattern", "target_parameters",
+            "trainable_token_indices", "use_bdlora", "use_dora", "use_qalora", "velora_config",
+        ),
+        _NOTHING,
+    ),
     "bias": (None, "none"),
-    "init_lora_weights": _PLAIN_INITS,
-}
+    # ways to fill A that leave the base model as it was
+    "init_lora_weights": (None, True, False, "gaussian", "orthogonal", "eva"),
+}  # fmt: skip
 
 
 def save_adapter(
@@ -197,26 +207,18 @@ def _parse_config(document: Mapping[str, Any], path: Path) -> LoraConfig:
 
 def _refuse_options(document: Mapping[str, Any], path: Path) -> None:
     unknown = []
-    for key, value in document.items():
-        if key in _INERT or key in _READ or value in _OFF.get(key, (None, False, {}, [], "")):
-            if key not in _KNOWN_OFF and key not in _INERT | _READ:
-                unknown.append(key)
-            continue
-        raise AdapterError(
-            f"{path}: {key} is {value!r}, which changes what the adapter computes and is not "
-            "supported",
-            "train or convert the adapter without it",
-        )
+    for key in document.keys() - _INERT - _READ:
+        if document[key] not in _OFF.get(key, _NOTHING):
+            raise AdapterError(
+                f"{path}: {key} is {document[key]!r}, which changes what the adapter computes and is "
+                "not supported",
+                "train or convert the adapter without it",
+            )
+        if key not in _OFF:
+            unknown.append(key)
     if unknown:
-        warnings.warn(f"{path}: unknown keys that are off: {', '.join(unknown)}", stacklevel=4)
-
-
-_KNOWN_OFF = {
-    *_OFF, "alora_invocation_tokens", "alpha_pattern", "arrow_config", "corda_config",
-    "fan_in_fan_out", "kasa_config", "layer_replication", "lora_bias", "lora_ga_config",
-    "modules_to_save", "monteclora_config", "rank_pattern", "target_parameters",
-    "trainable_token_indices", "use_bdlora", "use_dora", "use_qalora", "velora_config",
-}  # fmt: skip
+        listed = ", ".join(sorted(unknown))
+        warnings.warn(f"{path}: unknown keys that are off: {listed}", stacklevel=4)
 
 
 def _read_tensors(folder: Path, rank: int) -> dict[str, np.ndarray]:
