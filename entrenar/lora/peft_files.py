@@ -43,7 +43,7 @@ _INERT = {
 }  # fmt: skip
 _READ = {"lora_alpha", "lora_dropout", "peft_type", "r", "target_modules", "use_rslora"}
 # What an option that is off may be.
-_NOTHING = (None, False, {}, [], "")
+_NOTHING: tuple[Any, ...] = (None, False, {}, [], "")
 # Options that change the computation, and what each may be.
 _OFF: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(
