@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 # Numbers that differ from call to call and align no address: a new value compiles nothing.
-_UNSPECIALISED = ["M", "seed", "rank", "n_parts", "rows_per_part", "cols_per_part"]
+_UNSPECIALISED = ["M", "seed", "n_parts", "blocks_per_part"]
 
 
 @triton.jit
@@ -206,7 +206,7 @@ def _grad_s_b_kernel(
     M,
     N,
     rank,
-    cols_per_part,
+    blocks_per_part,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -225,8 +225,9 @@ def _grad_s_b_kernel(
     row_mask = in_rows[:, None] & in_rank[None, :]
     s = tl.load(s_ptr + rows[:, None] * rank + r[None, :], mask=row_mask, other=0.0)
     acc = tl.zeros((BLOCK_M, BLOCK_R), dtype=tl.float32)
-    for start in range(0, cols_per_part, BLOCK_N):
-        cols = part * cols_per_part + start + tl.arange(0, BLOCK_N)  # [BLOCK_N]
+    for block in range(0, blocks_per_part):
+        # whole blocks, so that the compiler sees aligned columns
+        cols = (part * blocks_per_part + block) * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
         in_cols = cols < N
         grad_y = tl.load(
             grad_y_ptr + rows[:, None] * N + cols[None, :],
@@ -252,7 +253,7 @@ def _grad_a_kernel(
     M,
     K,
     rank,
-    rows_per_part,
+    blocks_per_part,
     seed,
     dropout_p,
     keep_scale,
@@ -262,15 +263,15 @@ def _grad_a_kernel(
     DROPOUT: tl.constexpr,
     UPCAST_DOT: tl.constexpr,
 ):
-    """A part of ``grad_s.T @ drop(x)``: [rank, BLOCK_K] from ``rows_per_part`` rows, read once."""
+    """A part of ``grad_s.T @ drop(x)``: [rank, BLOCK_K] from ``blocks_per_part`` blocks of rows."""
     cols = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)  # [BLOCK_K]
     part = tl.program_id(1).to(tl.int64)
     r = tl.arange(0, BLOCK_R)
     in_cols = cols < K
     in_rank = r < rank
     acc = tl.zeros((BLOCK_K, BLOCK_R), dtype=tl.float32)
-    for start in range(0, rows_per_part, BLOCK_M):
-        rows = part * rows_per_part + start + tl.arange(0, BLOCK_M)  # [BLOCK_M]
+    for block in range(0, blocks_per_part):
+        rows = (part * blocks_per_part + block) * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M]
         in_rows = rows < M
         index = rows[:, None] * K + cols[None, :]
         x = tl.load(x_ptr + index, mask=in_rows[:, None] & in_cols[None, :], other=0.0)

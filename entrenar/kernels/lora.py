@@ -334,7 +334,7 @@ def _grad_s_b(
     block_m = min(max(next_power_of_2(rows), 16), 128 if wide else 64)
     block_n = 64 if wide else 32
     row_parts = cdiv(rows, block_m)
-    cols_per_part, col_parts = _split(cols, block_n, row_parts)
+    blocks_per_part, col_parts = _split(cols, block_n, row_parts)
     grad_s_parts = empty((col_parts, rows, rank), torch.float32, like=grad_y)
     grad_b_parts = empty((row_parts, cols, rank), torch.float32, like=grad_y)
     launch(
@@ -352,7 +352,7 @@ def _grad_s_b(
         M=rows,
         N=cols,
         rank=rank,
-        cols_per_part=cols_per_part,
+        blocks_per_part=blocks_per_part,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         BLOCK_R=_block_r(rank),
@@ -382,7 +382,7 @@ def _grad_a(
     wide = x.element_size() == 2
     block_m, block_k = (64, 64) if wide else (32, 32)
     tiles = cdiv(n_in, block_k)
-    rows_per_part, parts = _split(rows, block_m, tiles)
+    blocks_per_part, parts = _split(rows, block_m, tiles)
     grad_a_parts = empty((parts, rank, n_in), torch.float32, like=x)
     launch(
         _grad_a_kernel,
@@ -397,7 +397,7 @@ def _grad_a(
         M=rows,
         K=n_in,
         rank=rank,
-        rows_per_part=rows_per_part,
+        blocks_per_part=blocks_per_part,
         **_dropout(dropout_p, seed),
         BLOCK_M=block_m,
         BLOCK_K=block_k,
@@ -440,10 +440,11 @@ _PROGRAMS = 264
 
 
 def _split(size: int, block: int, others: int) -> tuple[int, int]:
-    """Cut ``size`` into parts of whole blocks so that parts times ``others`` fills the device."""
-    wanted = min(max(_PROGRAMS // max(others, 1), 1), max(cdiv(size, 4 * block), 1))
-    per_part = cdiv(cdiv(size, wanted), block) * block
-    return max(per_part, block), max(cdiv(size, max(per_part, block)), 1)
+    """Return (blocks of a part, parts): parts times ``others`` fill the device, none is tiny."""
+    blocks = max(cdiv(size, block), 1)
+    wanted = min(max(_PROGRAMS // max(others, 1), 1), cdiv(blocks, 4))
+    per_part = cdiv(blocks, wanted)
+    return per_part, cdiv(blocks, per_part)
 
 
 def _rows_per_program(rows: int, least: int, most: int) -> int:

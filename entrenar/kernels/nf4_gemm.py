@@ -48,7 +48,7 @@ from entrenar.kernels.nf4_weight import NF4Weight
 
 __all__ = ["nf4_gemm_backward", "nf4_gemm_forward"]
 
-_UNSPECIALISED = ["M", "seed", "rank"]
+_UNSPECIALISED = ["M", "seed"]
 
 
 @triton.jit(do_not_specialize=_UNSPECIALISED)
@@ -103,20 +103,41 @@ def _forward_kernel(
             BLOCK_R=BLOCK_R,
             UPCAST_DOT=UPCAST_DOT,
         )
-    x_ptrs = x_ptr + rows[:, None] * K + tl.arange(0, BLOCK_K)[None, :]
-    code_ptrs = codes_ptr + cols[:, None] * (K // 2) + tl.arange(0, HALF)[None, :]
-    first_block = cols * (K // BLOCK)
+    # whole blocks a row, said so that the compiler sees aligned rows
+    blocks = K // BLOCK
+    x_ptrs = x_ptr + rows[:, None] * (blocks * BLOCK) + tl.arange(0, BLOCK_K)[None, :]
+    code_ptrs = codes_ptr + cols[:, None] * (blocks * (BLOCK // 2)) + tl.arange(0, HALF)[None, :]
+    first_block = cols * blocks
+    # The next step's operands are loaded by hand while this one is multiplied: Triton's pipelining
+    # would send every look-up of a level through shared memory.
+    x = tl.load(x_ptrs, mask=in_rows[:, None], other=0.0)
+    byte = tl.load(code_ptrs, mask=in_cols[:, None], other=0)  # [BLOCK_N, HALF]
+    absmax = nf4_absmax(
+        absmax_ptr,
+        absmax_codes_ptr,
+        absmax2_ptr,
+        offset_ptr,
+        nested_ptr,
+        first_block,
+        in_cols,
+        DOUBLE=DOUBLE,
+        NESTED=NESTED,
+    )
     for start in range(0, K, BLOCK_K):
-        x = tl.load(x_ptrs, mask=in_rows[:, None], other=0.0)
-        byte = tl.load(code_ptrs, mask=in_cols[:, None], other=0)  # [BLOCK_N, HALF]
-        absmax = nf4_absmax(
+        after = start + BLOCK_K
+        more = after < K
+        x_ptrs += BLOCK_K
+        code_ptrs += HALF
+        next_x = tl.load(x_ptrs, mask=in_rows[:, None] & more, other=0.0)
+        next_byte = tl.load(code_ptrs, mask=in_cols[:, None] & more, other=0)
+        next_absmax = nf4_absmax(
             absmax_ptr,
             absmax_codes_ptr,
             absmax2_ptr,
             offset_ptr,
             nested_ptr,
-            first_block + start // BLOCK,
-            in_cols,
+            first_block + after // BLOCK,
+            in_cols & more,
             DOUBLE=DOUBLE,
             NESTED=NESTED,
         )
@@ -126,8 +147,7 @@ def _forward_kernel(
         w_odd = (low * absmax[:, None]).to(x_ptr.dtype.element_ty)
         acc = product(even, tl.trans(w_even), acc, UPCAST_DOT)
         acc = product(odd, tl.trans(w_odd), acc, UPCAST_DOT)
-        x_ptrs += BLOCK_K
-        code_ptrs += HALF
+        x, byte, absmax = next_x, next_byte, next_absmax
     if HAS_BIAS:
         acc += tl.load(bias_ptr + cols, mask=in_cols, other=0.0).to(tl.float32)[None, :]
     out_ptrs = out_ptr + rows[:, None] * N + cols[None, :]
@@ -187,24 +207,45 @@ def _backward_kernel(
             index = rows[:, None] * K + at[None, :]
             even = dropped(even, index, seed, dropout_p, keep_scale)
             odd = dropped(odd, index + 1, seed, dropout_p, keep_scale)
+    # whole blocks a row, said so that the compiler sees aligned rows
+    blocks = K // BLOCK
+    half = tl.program_id(0).to(tl.int64) * HALF
+    n = tl.arange(0, BLOCK_N)
+    in_n = n < N
+    grad_ptrs = grad_y_ptr + rows[:, None] * N + n[None, :]
+    code_ptrs = codes_ptr + n.to(tl.int64)[:, None] * (blocks * (BLOCK // 2))
+    code_ptrs = code_ptrs + (half + pairs)[None, :]
+    block = n.to(tl.int64) * blocks + first // BLOCK
+    step_codes = tl.full((), BLOCK_N, tl.int64) * (blocks * (BLOCK // 2))
+    step_block = tl.full((), BLOCK_N, tl.int64) * blocks
+    # loaded a step ahead by hand, as in forward
+    grad_y = tl.load(grad_ptrs, mask=in_rows[:, None] & in_n[None, :], other=0.0)
+    byte = tl.load(code_ptrs, mask=in_n[:, None], other=0)  # [BLOCK_N, HALF]
+    absmax = nf4_absmax(
+        absmax_ptr,
+        absmax_codes_ptr,
+        absmax2_ptr,
+        offset_ptr,
+        nested_ptr,
+        block,
+        in_n,
+        DOUBLE=DOUBLE,
+        NESTED=NESTED,
+    )
     for start in range(0, N, BLOCK_N):
-        n = start + tl.arange(0, BLOCK_N)
-        in_n = n < N
-        wide = n.to(tl.int64)
-        grad_y = tl.load(
-            grad_y_ptr + rows[:, None] * N + n[None, :],
-            mask=in_rows[:, None] & in_n[None, :],
-            other=0.0,
-        )
-        code_ptrs = codes_ptr + wide[:, None] * (K // 2) + (first // 2 + pairs)[None, :]
-        byte = tl.load(code_ptrs, mask=in_n[:, None], other=0)  # [BLOCK_N, HALF]
-        absmax = nf4_absmax(
+        in_n = n < N - start - BLOCK_N
+        grad_ptrs += BLOCK_N
+        code_ptrs += step_codes
+        block += step_block
+        next_grad = tl.load(grad_ptrs, mask=in_rows[:, None] & in_n[None, :], other=0.0)
+        next_byte = tl.load(code_ptrs, mask=in_n[:, None], other=0)
+        next_absmax = nf4_absmax(
             absmax_ptr,
             absmax_codes_ptr,
             absmax2_ptr,
             offset_ptr,
             nested_ptr,
-            wide * (K // BLOCK) + first // BLOCK,
+            block,
             in_n,
             DOUBLE=DOUBLE,
             NESTED=NESTED,
@@ -214,8 +255,9 @@ def _backward_kernel(
         w_odd = (low * absmax[:, None]).to(grad_y.dtype)
         even = product(grad_y, w_even, even, UPCAST_DOT)
         odd = product(grad_y, w_odd, odd, UPCAST_DOT)
+        grad_y, byte, absmax = next_grad, next_byte, next_absmax
     acc = tl.reshape(tl.join(even, odd), (BLOCK_M, BLOCK_K))
-    out_ptrs = out_ptr + rows[:, None] * K + (first + tl.arange(0, BLOCK_K))[None, :]
+    out_ptrs = out_ptr + rows[:, None] * (blocks * BLOCK) + first + tl.arange(0, BLOCK_K)[None, :]
     if ACCUMULATE:
         acc += tl.load(out_ptrs, mask=in_rows[:, None], other=0.0).to(tl.float32)
     tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=in_rows[:, None])
@@ -380,7 +422,7 @@ def launch_forward(
         ADAPTER=adapter is not None,
         UPCAST_DOT=interpreting(),
         num_warps=tile.warps,
-        num_stages=tile.stages,
+        num_stages=1,
         enable_fp_fusion=False,
     )
 
@@ -430,7 +472,7 @@ def launch_backward(
         DROPOUT=adapter is not None and adapter.dropout_p > 0,
         UPCAST_DOT=interpreting(),
         num_warps=tile.warps,
-        num_stages=tile.stages,
+        num_stages=1,
         enable_fp_fusion=False,
     )
 
@@ -465,13 +507,12 @@ class _Tile(NamedTuple):
     n: int
     k: int
     warps: int
-    stages: int
 
 
 def _tile(rows: int, x: torch.Tensor) -> _Tile:
     """Return the tile of a fused product: 16 rows are the least that the matrix units take."""
     block_m = min(max(next_power_of_2(rows), 16), 64 if x.element_size() == 2 else 32)
-    return _Tile(block_m, 64, 64, 4, 3 if x.element_size() == 2 else 2)
+    return _Tile(block_m, 64, 64, 4)
 
 
 # The most rows for which decoding inside the product is meant to be faster on a GPU with a fast dense

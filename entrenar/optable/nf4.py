@@ -44,8 +44,10 @@ def baseline_dense(w: Any, dtype: Any = None) -> Any:
         scales = w.absmax2.repeat_interleave(256)[: w.absmax_codes.numel()]
         absmax = nested[w.absmax_codes.long()] * scales + w.offset
     count = math.prod(w.shape)
+    wanted = w.dtype if dtype is None else dtype
+    levels = levels.to(torch.float64 if wanted == torch.float64 else torch.float32)
     values = levels[codes[:count]] * absmax.repeat_interleave(w.block_size)[:count]
-    return values.reshape(w.shape).to(w.dtype if dtype is None else dtype)
+    return values.reshape(w.shape).to(wanted)
 
 
 def _baseline_dequantize(w: Any, dtype: Any = None, out: Any = None) -> Any:
