@@ -225,7 +225,7 @@ def _grad_s_b_kernel(
     row_mask = in_rows[:, None] & in_rank[None, :]
     s = tl.load(s_ptr + rows[:, None] * rank + r[None, :], mask=row_mask, other=0.0)
     acc = tl.zeros((BLOCK_M, BLOCK_R), dtype=tl.float32)
-    for block in range(0, blocks_per_part):
+    for block in range(blocks_per_part):
         # whole blocks, so that the compiler sees aligned columns
         cols = (part * blocks_per_part + block) * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
         in_cols = cols < N
@@ -270,7 +270,7 @@ def _grad_a_kernel(
     in_cols = cols < K
     in_rank = r < rank
     acc = tl.zeros((BLOCK_K, BLOCK_R), dtype=tl.float32)
-    for block in range(0, blocks_per_part):
+    for block in range(blocks_per_part):
         rows = (part * blocks_per_part + block) * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M]
         in_rows = rows < M
         index = rows[:, None] * K + cols[None, :]

@@ -125,11 +125,12 @@ def _forward_kernel(
     )
     for start in range(0, K, BLOCK_K):
         after = start + BLOCK_K
-        more = after < K
+        next_rows = rows < tl.where(after < K, M, 0)
+        next_cols = cols < tl.where(after < K, N, 0)
         x_ptrs += BLOCK_K
         code_ptrs += HALF
-        next_x = tl.load(x_ptrs, mask=in_rows[:, None] & more, other=0.0)
-        next_byte = tl.load(code_ptrs, mask=in_cols[:, None] & more, other=0)
+        next_x = tl.load(x_ptrs, mask=next_rows[:, None], other=0.0)
+        next_byte = tl.load(code_ptrs, mask=next_cols[:, None], other=0)
         next_absmax = nf4_absmax(
             absmax_ptr,
             absmax_codes_ptr,
@@ -137,7 +138,7 @@ def _forward_kernel(
             offset_ptr,
             nested_ptr,
             first_block + after // BLOCK,
-            in_cols & more,
+            next_cols,
             DOUBLE=DOUBLE,
             NESTED=NESTED,
         )

@@ -27,7 +27,7 @@ def weight(
     rng: np.random.Generator, shape: tuple[int, ...], block_size: int = 64, double: bool = False
 ) -> NF4Weight:
     """Return a random NF4 weight of a checkpoint's usual size, about 0.05 a value."""
-    return nf4_quantize(rng.standard_normal(shape) * 0.05, block_size, double)
+    return nf4_quantize(np.asarray(rng.standard_normal(shape) * 0.05), block_size, double)
 
 
 def baseline_dense(w: Any, dtype: Any = None) -> Any:
@@ -59,7 +59,7 @@ def _quantize_sample(
     name: str, shape: tuple[int, ...], block_size: int = 64, double: bool = False, kind: str = ""
 ) -> Sample:
     def make(rng: np.random.Generator) -> Arguments:
-        w = rng.standard_normal(shape) * 0.05
+        w = np.asarray(rng.standard_normal(shape) * 0.05)
         if kind == "zero_blocks":
             w.reshape(-1)[block_size : 2 * block_size] = 0
         if kind == "outliers":
