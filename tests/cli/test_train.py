@@ -277,6 +277,20 @@ def test_no_gpu(
     assert "sees no GPU" in text
 
 
+def test_a_run_that_diverges_fails(
+    capsys: pytest.CaptureFixture[str], tiny_model: Path, pairs_file: Path, tmp_path: Path
+) -> None:
+    """https://github.com/huggingface/autotrain-advanced/issues/877"""
+    more = ["--learning-rate", "1e30", "--schedule", "constant", "--max-steps", "60"]
+    text = failure(capsys, train(tiny_model, pairs_file, tmp_path / "run", *more), 1)
+    assert "were not finite" in text
+    assert "--learning-rate" in text
+    assert not (tmp_path / "run" / "adapter").exists()
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert "loss" not in rows[-1]
+    assert rows[-1]["non_finite"] >= 20
+
+
 @pytest.mark.parametrize("content", ["", "\n\n", "[]"])
 def test_no_samples(
     capsys: pytest.CaptureFixture[str], tiny_model: Path, tmp_path: Path, content: str

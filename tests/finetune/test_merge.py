@@ -29,9 +29,13 @@ def trained(model: Path, **settings: object) -> Pipeline:
     return pipeline
 
 
+@pytest.mark.parametrize("use_rslora", [False, True])
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 5e-2)])
-def test_logits(tiny_model: Path, tmp_path: Path, dtype: str, tolerance: float) -> None:
-    pipeline = trained(tiny_model, target_modules="all-linear")
+def test_logits(
+    tiny_model: Path, tmp_path: Path, dtype: str, tolerance: float, use_rslora: bool
+) -> None:
+    """https://github.com/paiml/aprender/issues/2189"""
+    pipeline = trained(tiny_model, target_modules="all-linear", use_rslora=use_rslora)
     base = Transformer.from_pretrained(tiny_model, device="cpu").logits(IDS)
     adapted = pipeline.model.logits(IDS)
     pipeline.merge(tmp_path / "merged", dtype=dtype)
@@ -76,6 +80,12 @@ def test_the_update_is_added_to_the_weights_as_the_file_has_them(
     np.testing.assert_allclose(merged[f"{name}.weight"], wanted, rtol=0, atol=1e-5)
     other = "model.layers.0.mlp.up_proj.weight"
     assert np.array_equal(merged[other], base[other])
+
+
+def test_the_output_projection_cannot_be_targeted(tiny_model: Path) -> None:
+    """https://github.com/huggingface/peft/issues/2777"""
+    with pytest.raises(AdapterError, match="'lm_head' matches no linear layer"):
+        trained(tiny_model, target_modules=("lm_head",))
 
 
 def test_biases_are_kept(make_model: Callable[..., Path], tmp_path: Path) -> None:

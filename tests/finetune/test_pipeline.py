@@ -34,7 +34,9 @@ def arena(pipeline: InstructPipeline) -> np.ndarray:
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_the_loss_is_one_mean_over_the_accumulated_batch(tiny_model: Path, size: int) -> None:
-    """https://github.com/meta-pytorch/torchtune/issues/1875"""
+    """https://github.com/meta-pytorch/torchtune/issues/1875
+    https://github.com/axolotl-ai-cloud/axolotl/issues/2227
+    """
     whole, parts = make(tiny_model, batch_size=3), make(tiny_model, batch_size=size)
     a, b = whole.train_batch(PAIRS), parts.train_batch(PAIRS)
     assert b.avg_loss == pytest.approx(a.avg_loss, rel=1e-6)
