@@ -21,7 +21,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-__all__ = ["main", "measure"]
+__all__ = ["floor_bytes", "main", "measure"]
 
 Row = dict[str, Any]
 SMALL = 64 << 10
@@ -56,9 +56,11 @@ def _storages(value: Any) -> list[Any]:
     return [value] if hasattr(value, "untyped_storage") else []
 
 
-def _floor(op: Any, call: Any, given: dict[str, Any], size: int, mutates: Any, result: Any) -> int:
-    """Return the bytes of every input, once, and of every output, once; as the row has it if it does."""
-    if call.function == op.forward.name:
+def floor_bytes(
+    op: Any, call: Any, given: dict[str, Any], size: int, mutates: Any, result: Any
+) -> int:
+    """Return the bytes of every input, once, and of every output, once; from the row if one is given."""
+    if op is not None and call.function == op.forward.name:
         arrays = {k: v.float() if _is_floating(v) else v for k, v in given.items()}
         arrays = {k: v.numpy() if hasattr(v, "untyped_storage") else v for k, v in arrays.items()}
         return int(op.bytes_moved(arrays, size))
@@ -98,7 +100,7 @@ def _count(op: Any, call: Any, dtype: str, tokens: int, driver: Any) -> Row:
     result = launcher(**given)
     loaded, stored = _moved(driver.history)
     mutates = FUNCTIONS[call.function].mutates
-    floor = _floor(op, call, given, DTYPES[dtype].itemsize, mutates, result)
+    floor = floor_bytes(op, call, given, DTYPES[dtype].itemsize, mutates, result)
     limit, why = _bound(op, call.function, call.shape)
     return {
         "op": call.function,
