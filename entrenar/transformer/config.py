@@ -25,6 +25,8 @@ ACTIVATIONS: dict[str, str] = {
     "gelu_new": "gelu_tanh",
     "relu": "relu",
 }
+# A damaged file must not make a table of a trillion layers; the deepest public model has 126.
+_MOST_LAYERS = 10_000
 _DTYPES = ("float32", "float16", "bfloat16", "float64")
 
 
@@ -143,6 +145,8 @@ class TransformerConfig:
         heads = _integer(config, "num_attention_heads")
         hidden = _integer(config, "hidden_size")
         layers = _integer(config, "num_hidden_layers")
+        if layers > _MOST_LAYERS:
+            raise _refuse("num_hidden_layers", layers, f"at most {_MOST_LAYERS}")
         rope = _rope_parameters(config)
         max_position = _integer(config, "max_position_embeddings", family.default_max_position)
         return cls(
@@ -271,12 +275,15 @@ def _rope_parameters(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _rope_theta(config: Mapping[str, Any], rope: Mapping[str, Any], family: Family) -> float:
-    return _number(rope, "rope_theta", _number(config, "rope_theta", family.default_rope_theta))
+    theta = _number(rope, "rope_theta", _number(config, "rope_theta", family.default_rope_theta))
+    if theta <= 1:
+        raise _refuse("rope_theta", theta, "more than 1")
+    return theta
 
 
 def _activation(config: Mapping[str, Any]) -> str:
     name = config.get("hidden_act") or "silu"
-    if name not in ACTIVATIONS:
+    if not isinstance(name, str) or name not in ACTIVATIONS:
         raise UnsupportedModelError(
             f"config: hidden_act {name!r} is not implemented",
             f"implemented are {', '.join(sorted(ACTIVATIONS))}",
@@ -305,6 +312,8 @@ def _windows(config: Mapping[str, Any], family: Family, layers: int) -> tuple[in
     if family.skips_rope:
         return tuple(0 if rope else size for rope in _rope_layers(config, family, layers))
     first = config.get("max_window_layers", 28)
+    if isinstance(first, bool) or not isinstance(first, int) or first < 0:
+        raise _refuse("max_window_layers", first, "a whole number")
     return tuple(size if i >= first else 0 for i in range(layers))
 
 
@@ -313,6 +322,8 @@ def _rope_layers(config: Mapping[str, Any], family: Family, layers: int) -> tupl
         return (True,) * layers
     stated = config.get("no_rope_layers")
     if stated:  # despite the key's name, 1 marks a layer that is rotated
+        if not isinstance(stated, list) or any(v not in (0, 1) for v in stated):
+            raise _refuse("no_rope_layers", stated, "a list of 0 and 1")
         return tuple(bool(v) for v in stated)
     interval = _integer(config, "no_rope_layer_interval", 4)
     return tuple((i + 1) % interval != 0 for i in range(layers))

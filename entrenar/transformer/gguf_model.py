@@ -153,22 +153,20 @@ def _hf_config(file: GGUFFile, family: Family) -> dict[str, Any]:
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         raise CheckpointError(f"{file.path}: has no tensor token_embd.weight", "")
-    hidden, heads = need("embedding_length"), need("attention.head_count")
-    kv_heads = get("attention.head_count_kv") or heads
+    heads, kv_heads = need("attention.head_count"), get("attention.head_count_kv")
     if isinstance(heads, list) or isinstance(kv_heads, list):
         raise UnsupportedModelError(f"{file.path}: layers differ in their number of heads", "")
-    head_dim = get("attention.key_length") or (hidden // heads if hidden % heads == 0 else None)
-    if get("attention.value_length") not in (None, head_dim):
+    if get("attention.value_length") != get("attention.key_length"):
         raise UnsupportedModelError(f"{file.path}: keys and values differ in size", "")
     config = {
         "model_type": family.model_type,
         "vocab_size": embedding.shape[0],
-        "hidden_size": hidden,
+        "hidden_size": need("embedding_length"),
         "intermediate_size": need("feed_forward_length"),
         "num_hidden_layers": need("block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": head_dim,
+        "num_key_value_heads": kv_heads or heads,
+        "head_dim": get("attention.key_length") or _quotient(need("embedding_length"), heads),
         "max_position_embeddings": need("context_length"),
         "rms_norm_eps": need("attention.layer_norm_rms_epsilon"),
         "rope_theta": get("rope.freq_base"),
@@ -180,9 +178,18 @@ def _hf_config(file: GGUFFile, family: Family) -> dict[str, Any]:
         "rope_parameters": _rope(file, prefix),
     }
     rotated = get("rope.dimension_count")
-    if rotated and head_dim:
-        config["partial_rotary_factor"] = rotated / head_dim
-    return config
+    if rotated is None:
+        return config
+    if isinstance(rotated, bool) or not isinstance(rotated, int):
+        raise CheckpointError(f"{file.path}: {prefix}.rope.dimension_count is {rotated!r}", "")
+    head_dim = TransformerConfig.from_hf(config).head_dim
+    return {**config, "partial_rotary_factor": rotated / head_dim}
+
+
+def _quotient(hidden: Any, heads: Any) -> int | None:
+    """Return the head size that llama.cpp takes where none is stated, or None for from_hf to judge."""
+    good = type(hidden) is type(heads) is int and heads > 0 and hidden % heads == 0
+    return hidden // heads if good else None
 
 
 def _rope(file: GGUFFile, prefix: str) -> dict[str, Any]:

@@ -88,16 +88,24 @@ def tokenizer_from_metadata(
     _add_special(tokenizers, backend, metadata, tokens, byte_level=kind == "gpt2")
     roles = {}
     for role, key in _ROLES.items():
-        number = metadata.get(f"tokenizer.ggml.{key}")
-        if isinstance(number, int) and 0 <= number < len(tokens):
+        number = _id(metadata, key, tokens)
+        if number is not None:
             roles[role] = tokens[number]
     _add_bos(tokenizers, backend, metadata, roles, default=kind == "llama")
     template = select_template(metadata.get("tokenizer.chat_template"), where)
     return Tokenizer(backend, roles, template, stop_token_ids)
 
 
+def _id(metadata: Mapping[str, Any], key: str, tokens: list[str]) -> int | None:
+    """Return the token id under a key, or None where there is none within the vocabulary."""
+    number = metadata.get(f"tokenizer.ggml.{key}")
+    good = type(number) is int and 0 <= number < len(tokens)
+    return number if good else None
+
+
 def _merges(metadata: Mapping[str, Any], where: str) -> list[tuple[str, str]]:
-    merges = [tuple(str(m).split(" ")) for m in metadata.get("tokenizer.ggml.merges") or []]
+    stated = metadata.get("tokenizer.ggml.merges")
+    merges = [tuple(str(m).split(" ")) for m in (stated if isinstance(stated, list) else [])]
     if any(len(pair) != 2 for pair in merges):
         raise CheckpointError(f"{where}: a merge of the tokenizer is not a pair", "")
     return [(first, second) for first, second in merges]
@@ -105,7 +113,7 @@ def _merges(metadata: Mapping[str, Any], where: str) -> list[tuple[str, str]]:
 
 def _byte_level(tokenizers: Any, metadata: Mapping[str, Any], where: str, tokens: list[str]) -> Any:
     pre = metadata.get("tokenizer.ggml.pre", "default")
-    if pre not in _SPLITS:
+    if not isinstance(pre, str) or pre not in _SPLITS:
         raise UnsupportedModelError(
             f"{where}: how {pre!r} splits text is not implemented",
             f"implemented are {', '.join(sorted(_SPLITS))}; or use the model's Hugging Face folder",
@@ -141,12 +149,14 @@ def _sentencepiece(
         scores = metadata.get("tokenizer.ggml.scores")
         if not isinstance(scores, list) or len(scores) != len(tokens):
             raise CheckpointError(f"{where}: tokenizer has neither merges nor scores", "")
+        if not all(isinstance(score, int | float) for score in scores):
+            raise CheckpointError(f"{where}: a score of the tokenizer is not a number", "")
         merges = _merges_from_scores(vocab, scores)
-    unknown = metadata.get("tokenizer.ggml.unknown_token_id", 0)
+    unknown = _id(metadata, "unknown_token_id", tokens)
     model = tokenizers.models.BPE(
         vocab=vocab,
         merges=merges,
-        unk_token=tokens[unknown] if 0 <= unknown < len(tokens) else None,
+        unk_token=None if unknown is None else tokens[unknown],
         fuse_unk=True,
         byte_fallback=True,
     )
@@ -191,7 +201,8 @@ def _add_special(
     tokens: list[str],
     byte_level: bool,
 ) -> None:
-    kinds = metadata.get("tokenizer.ggml.token_type") or []
+    stated = metadata.get("tokenizer.ggml.token_type")
+    kinds = stated if isinstance(stated, list) else []
     alphabet = _byte_alphabet() if byte_level else None
 
     def of_kind(kind: int) -> list[str]:

@@ -75,7 +75,7 @@ def read_scaling(parameters: Mapping[str, Any], max_position: int) -> RopeScalin
         ConfigError: A number it needs is missing or senseless.
     """
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
-    if kind not in KINDS:
+    if not isinstance(kind, str) or kind not in KINDS:
         raise UnsupportedModelError(
             f"rope scaling kind {kind!r} is not supported", f"supported are {', '.join(KINDS[:-1])}"
         )
@@ -85,7 +85,11 @@ def read_scaling(parameters: Mapping[str, Any], max_position: int) -> RopeScalin
     if kind == "default":
         return RopeScaling()
     if kind == "factors":
-        return RopeScaling(kind, factors=tuple(float(f) for f in parameters["factors"]))
+        stated = parameters["factors"]
+        if not isinstance(stated, list) or not stated:
+            raise ConfigError(f"rope scaling: factors is {stated!r}, wanted a list of numbers", "")
+        factors = (_positive({"factors": f}, "factors", 1.0) for f in stated)
+        return RopeScaling(kind, factors=tuple(factors))
     factor = _positive(parameters, "factor", 1.0)
     scaling = RopeScaling(
         kind,
@@ -124,8 +128,10 @@ def _attention_factor(parameters: Mapping[str, Any], factor: float) -> float:
     def magnitude(mscale: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
-    mscale, mscale_all = parameters.get("mscale"), parameters.get("mscale_all_dim")
-    return magnitude(mscale) / magnitude(mscale_all) if mscale and mscale_all else magnitude(1.0)
+    if not parameters.get("mscale") or not parameters.get("mscale_all_dim"):
+        return magnitude(1.0)
+    one, all_dims = (_positive(parameters, key, 1.0) for key in ("mscale", "mscale_all_dim"))
+    return magnitude(one) / magnitude(all_dims)
 
 
 def inverse_frequencies(

@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 
-from entrenar.errors import ConfigError, UnsupportedModelError
+from entrenar.errors import ConfigError, EntrenarError, UnsupportedModelError
 from entrenar.transformer.config import TransformerConfig
 from entrenar.transformer.families import FAMILIES
+from entrenar.transformer.rope import KINDS, inverse_frequencies
 from entrenar.transformer.weights import linear_shapes, tensor_shapes
 
 read = TransformerConfig.from_hf
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
 @pytest.fixture
@@ -155,3 +157,63 @@ def test_qwen3_has_head_norms_and_its_own_head_size(settings: dict[str, Any]) ->
 def test_every_family_reads_its_minimum(settings: dict[str, Any]) -> None:
     for model_type in FAMILIES:
         assert read({**settings, "model_type": model_type}).model_type == model_type
+
+
+@pytest.mark.parametrize("model_type", sorted(FAMILIES))
+def test_junk_in_any_key_is_an_error_of_ours_or_is_read(
+    settings: dict[str, Any], model_type: str
+) -> None:
+    scaling = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32}
+    whole = {
+        **settings,
+        "model_type": model_type,
+        "head_dim": 8,
+        "use_sliding_window": True,
+        "sliding_window": 4,
+        "max_window_layers": 1,
+        "layer_types": ["full_attention"] * 2,
+        "no_rope_layers": [1, 1],
+        "hidden_act": "silu",
+        "partial_rotary_factor": 1.0,
+        "rope_scaling": scaling,
+        "rope_theta": 1e4,
+        "attention_bias": False,
+        "mlp_bias": False,
+    }
+    junk = [
+        None,
+        True,
+        0,
+        -1,
+        1,
+        3,
+        0.5,
+        "",
+        "x",
+        [],
+        [1],
+        ["x"],
+        [None],
+        {},
+        {"a": 1},
+        float("inf"),
+    ]
+    read(whole)
+    for key in whole:
+        for value in junk:
+            try:
+                config = read({**whole, key: value})
+                inverse_frequencies(config.rotary_dim, config.rope_theta, config.rope_scaling, 99)
+                tensor_shapes(config)
+            except EntrenarError:
+                continue
+    for rule in KINDS:
+        stated = {**LLAMA3, **scaling, "rope_type": rule, "factors": [1.0], "mscale": 1.0,
+                  "mscale_all_dim": 0.5, "attention_factor": 1.0, "beta_fast": 32}  # fmt: skip
+        for key in stated:
+            for value in junk:
+                try:
+                    config = read({**whole, "rope_scaling": {**stated, key: value}})
+                    inverse_frequencies(config.rotary_dim, 1e4, config.rope_scaling, 99)
+                except EntrenarError:
+                    continue

@@ -13,7 +13,7 @@ import pytest
 from entrenar.errors import CheckpointError, EntrenarError, UnsupportedModelError
 from entrenar.transformer.config import TransformerConfig
 from entrenar.transformer.gguf_file import GGUFFile
-from entrenar.transformer.gguf_model import hf_name, unpermute
+from entrenar.transformer.gguf_model import GGUFModel, hf_name, unpermute
 from entrenar.transformer.model import Transformer
 
 gguf = pytest.importorskip("gguf")
@@ -264,3 +264,44 @@ def test_read_of_a_tensor_that_is_not_there(
 ) -> None:
     with pytest.raises(CheckpointError, match="no tensor 'x'"):
         GGUFFile(write(tiny_settings)).read("x")
+
+
+JUNK = [None, True, 0, -1, 1, 3, 0.5, "", "x", [], [1], ["x"], [None], float("inf"), 2**40]
+
+
+def test_junk_in_any_metadata_is_an_error_of_ours_or_is_read(
+    write: Callable[..., Path], tiny_settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def edit(writer: Any) -> None:
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(2.0)
+        writer.add_rope_scaling_orig_ctx_len(32)
+        writer.add_tokenizer_model("llama")
+        writer.add_tokenizer_pre("default")
+        writer.add_token_list(["<unk>", "<s>", "</s>", "a", "b", "ab"])
+        writer.add_token_scores([0.0, 0.0, 0.0, -1.0, -2.0, -3.0])
+        writer.add_token_types([2, 3, 3, 1, 1, 1])
+        writer.add_bos_token_id(1)
+        writer.add_eos_token_id(2)
+        writer.add_unk_token_id(0)
+        writer.add_add_bos_token(True)
+        writer.add_chat_template("x")
+
+    path = write(tiny_settings, edit)
+    whole = GGUFFile(path)
+    assert GGUFModel(path).tokenizer() is not None
+    keys = [key for key in whole.metadata if key.split(".")[0] in ("llama", "tokenizer")]
+    assert len(keys) > 20
+    for kind in ("llama", "gpt2"):
+        for key in keys:
+            for value in JUNK:
+                broken = GGUFFile(path)
+                broken.metadata["tokenizer.ggml.model"] = kind
+                broken.metadata[key] = value
+                monkeypatch.setattr(
+                    "entrenar.transformer.gguf_model.GGUFFile", lambda _, b=broken: b
+                )
+                try:
+                    GGUFModel(path).tokenizer()
+                except EntrenarError:
+                    continue

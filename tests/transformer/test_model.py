@@ -424,3 +424,18 @@ def test_bfloat16_storage(
         assert logits.dtype == np.float32
         if quantize is None:
             np.testing.assert_allclose(logits, exact, rtol=0, atol=0.15)
+
+
+def test_an_untrained_model_starts_at_the_logarithm_of_its_vocabulary(
+    make_weights: Callable[..., Any], tiny_settings: dict[str, Any]
+) -> None:
+    """https://github.com/paiml/aprender/issues/2252"""
+    config = TransformerConfig.from_hf({**tiny_settings, "vocab_size": 256, "hidden_size": 64})
+    weights = {
+        name: value if "norm" in name else value * (0.02 / 0.3)
+        for name, value in make_weights(config).items()
+    }
+    model = Transformer(config, weights.items(), device="cpu")
+    ids = np.random.default_rng(0).integers(0, 256, 48)
+    loss = loss_of(model, ids, [0, 20, 48]).item() / 46
+    assert loss == pytest.approx(np.log(256), abs=0.3)
