@@ -9,15 +9,11 @@ import pytest
 from entrenar.cli.console import Console
 
 
-@pytest.fixture
-def terminal(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> pytest.MonkeyPatch:
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+def on_terminal(monkeypatch: pytest.MonkeyPatch, answer: bool = True) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: answer)
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.delenv("NO_COLOR", raising=False)
-    return monkeypatch
 
 
 def show() -> None:
@@ -33,9 +29,10 @@ def show() -> None:
 
 
 def test_colour_on_a_terminal(
-    terminal: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("rich")
+    on_terminal(monkeypatch)
     show()
     shown = capsys.readouterr().out
     assert "\x1b[" in shown
@@ -45,14 +42,13 @@ def test_colour_on_a_terminal(
 
 @pytest.mark.parametrize("why", ["NO_COLOR", "rich is not installed", "no terminal"])
 def test_plain_lines(
-    terminal: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], why: str
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], why: str
 ) -> None:
+    on_terminal(monkeypatch, why != "no terminal")
     if why == "NO_COLOR":
-        terminal.setenv("NO_COLOR", "1")
-    elif why == "no terminal":
-        terminal.setattr(sys.stdout, "isatty", lambda: False)
-    else:
-        terminal.setattr("importlib.util.find_spec", lambda name: None)
+        monkeypatch.setenv("NO_COLOR", "1")
+    elif why == "rich is not installed":
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     show()
     shown = capsys.readouterr().out
     assert "\x1b" not in shown
