@@ -28,6 +28,7 @@ DEFAULTS = {
     "batch_size": 8,
     "max_seq_len": 256,
 }
+_EVAL_EVERY = 10  # a held-out loss that is drawn as a curve
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -43,6 +44,8 @@ def run(arguments: argparse.Namespace) -> int:
     pairs, held = split_pairs(build_docstring_pairs())
     data, heldout = folder.data / "train.jsonl", folder.data / "heldout.jsonl"
     table = {"model": model, "data": str(data), "eval_data": str(heldout), "command": "demo"}
+    if arguments.eval_every is None:
+        arguments.eval_every = _EVAL_EVERY
     settings = RunSettings.resolve(argparse.Namespace(**{**vars(arguments), **table}), {})
     folder.clear()
     folder.begin(config, settings.table())  # marks the folder as the demo's before data goes in

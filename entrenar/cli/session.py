@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import signal
 import time
 from collections import deque
@@ -194,12 +195,12 @@ class Session:
         self._total = steps
 
     def _row(self, row: Mapping[str, Any]) -> None:
-        if "eval_loss" in row:
+        if "step_time_s" not in row:
             when = "before training" if row["step"] == 0 else f"after step {row['step']}"
-            self.console.line(
-                f"held-out loss {when}: {row['eval_loss']:.4f} (perplexity {row['perplexity']:.2f})",
-                style="bold",
-            )
+            loss = "not finite"
+            if "eval_loss" in row:
+                loss = f"{row['eval_loss']:.4f} (perplexity {row.get('perplexity', math.inf):.2f})"
+            self.console.line(f"held-out loss {when}: {loss}", style="bold")
             return
         self._times.append(row["step_time_s"])
         step = row["step"]

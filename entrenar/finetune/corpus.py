@@ -244,7 +244,8 @@ def _kind(value: Any) -> str:
 def _object(value: Any, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise DataError(
-            f"{where} is {_kind(value)}, wanted an object", "see the formats in the documentation"
+            f"{where} is {_kind(value)}, wanted an object",
+            'write each sample as {"instruction": …, "output": …}',
         )
     return value
 

@@ -25,7 +25,8 @@ def write_text(path: Path, text: str) -> None:
 def appearing_folder(path: Path) -> Iterator[Path]:
     """Give a temporary folder that takes the name ``path`` when the block ends without an error.
 
-    An older folder of that name is replaced. Files written inside are flushed to disk first.
+    An older folder of that name is replaced. Files written inside are flushed to disk first, and
+    may be read by whom a new file may; safetensors writes them for their owner alone.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -35,8 +36,10 @@ def appearing_folder(path: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+    mode = temporary.stat().st_mode & 0o666
     for file in temporary.rglob("*"):
         if file.is_file():
+            file.chmod(mode)
             _flush(file)
     old = path.with_name(f".{path.name}.old")
     shutil.rmtree(old, ignore_errors=True)

@@ -54,8 +54,8 @@ class RunFolder:
         """Refuse a folder that this run may not write into; changes nothing.
 
         Raises:
-            ConfigError: It is a file, cannot be written, or is not empty and neither resuming nor
-                overwriting was asked for, or is not the folder of a run.
+            ConfigError: It is a file, is not empty and neither resuming nor overwriting was asked
+                for, is not the folder of a run, or is to be resumed and complete.
         """
         if resume and overwrite:
             raise ConfigError(
@@ -76,6 +76,11 @@ class RunFolder:
             raise ConfigError(
                 f"the output folder {self.path} is not empty: it holds an earlier run",
                 "continue it with --resume, replace it with --overwrite, or choose another folder",
+            )
+        if resume and self.adapter.exists():
+            raise ConfigError(
+                f"the run in {self.path} is complete, there is nothing to resume",
+                "replace it with --overwrite, or choose another folder",
             )
 
     def run_settings(self) -> dict[str, Any]:

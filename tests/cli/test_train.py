@@ -14,7 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from entrenar.cli import main
 from entrenar.cli.parser import build_parser, parse
@@ -289,6 +291,24 @@ def test_a_run_that_diverges_fails(
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert "loss" not in rows[-1]
     assert rows[-1]["non_finite"] >= 20
+
+
+def test_a_model_that_is_not_finite_fails(
+    capsys: pytest.CaptureFixture[str],
+    make_model: Callable[..., Path],
+    pairs_file: Path,
+    tmp_path: Path,
+) -> None:
+    folder = make_model()
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"][0] = np.nan
+    save_file(weights, folder / "model.safetensors")
+    more = ["--eval-fraction", "0.2", "--answers", "0"]
+    assert main(train(folder, pairs_file, tmp_path / "run", *more)) == 1
+    captured = capsys.readouterr()
+    assert "held-out loss before training: not finite" in captured.out
+    assert "loss not finite" in captured.out
+    assert "none of the 3 steps was finite, so nothing was learned" in captured.err
 
 
 @pytest.mark.parametrize("content", ["", "\n\n", "[]"])

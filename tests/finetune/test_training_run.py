@@ -303,6 +303,12 @@ class TestFolder:
         with pytest.raises(ConfigError, match="exclude each other"):
             RunFolder(tmp_path).check(resume=True, overwrite=True)
 
+    def test_a_complete_run_is_not_resumed(self, tmp_path: Path) -> None:
+        (tmp_path / "config.toml").write_text("seed = 0\n")
+        (tmp_path / "adapter").mkdir()
+        with pytest.raises(ConfigError, match="is complete, there is nothing to resume"):
+            RunFolder(tmp_path).check(resume=True)
+
     def test_overwriting_removes_only_what_a_run_wrote(self, tmp_path: Path) -> None:
         for name in ("config.toml", "metrics.jsonl", "notes.txt"):
             (tmp_path / name).write_text("")
