@@ -120,7 +120,7 @@ def _flops(inputs: Arguments) -> int:
     return int(4 * pairs * inputs["q"].shape[1] * inputs["q"].shape[2])
 
 
-def _torch_mask(n_queries: int, n_keys: int, causal: bool, window: int, like: Any) -> Any:
+def _mask_of_baseline(n_queries: int, n_keys: int, causal: bool, window: int, like: Any) -> Any:
     last = torch.arange(n_queries, device=like.device)[:, None] + n_keys - n_queries
     key = torch.arange(n_keys, device=like.device)[None, :]
     visible = torch.ones(n_queries, n_keys, dtype=torch.bool, device=like.device)
@@ -152,11 +152,11 @@ def _torch_baseline(
         queries = q[q0:q1].transpose(0, 1)
         keys, values = (x[k0:k1].repeat_interleave(group, 1).transpose(0, 1) for x in (k, v))
         plain = causal and not window and q1 - q0 == k1 - k0
-        mask = None if plain else _torch_mask(q1 - q0, k1 - k0, causal, window, q)
+        mask = None if plain else _mask_of_baseline(q1 - q0, k1 - k0, causal, window, q)
         segment = torch.nn.functional.scaled_dot_product_attention(
             queries[None], keys[None], values[None], mask, is_causal=plain, scale=factor
         )[0].transpose(0, 1)
-        seen = _torch_mask(q1 - q0, k1 - k0, causal, window, q)
+        seen = _mask_of_baseline(q1 - q0, k1 - k0, causal, window, q)
         scores = (queries @ keys.transpose(1, 2) * factor).masked_fill(~seen, -math.inf)
         lse[:, q0:q1] = torch.logsumexp(scores, dim=2)
         out[q0:q1] = segment.masked_fill(~seen.any(dim=1)[:, None, None], 0)
