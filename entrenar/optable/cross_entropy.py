@@ -155,7 +155,7 @@ def _linear_bytes(inputs: Arguments, itemsize: int) -> int:
     return int(itemsize * moved + 8 * len(inputs["hidden"]) + 12)
 
 
-def _torch_rows(
+def _rows_baseline(
     logits: torch.Tensor, targets: torch.Tensor, ignore_index: int = -100
 ) -> tuple[torch.Tensor, torch.Tensor]:
     loss = torch.nn.functional.cross_entropy(
@@ -164,13 +164,13 @@ def _torch_rows(
     return loss, (targets != ignore_index).sum()
 
 
-def _torch_causal(
+def _causal_baseline(
     logits: torch.Tensor, tokens: torch.Tensor, loss_start: int, loss_end: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return _torch_rows(logits[loss_start:loss_end], tokens[loss_start + 1 : loss_end + 1])
+    return _rows_baseline(logits[loss_start:loss_end], tokens[loss_start + 1 : loss_end + 1])
 
 
-def _torch_linear(
+def _linear_baseline(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     targets: torch.Tensor,
@@ -181,7 +181,7 @@ def _torch_linear(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     with torch.enable_grad():
         leaf = hidden.detach().requires_grad_(need_grad)
-        loss, counted = _torch_rows(leaf @ weight.T, targets, ignore_index)
+        loss, counted = _rows_baseline(leaf @ weight.T, targets, ignore_index)
         grad = torch.autograd.grad(loss * grad_scale, leaf)[0] if need_grad else None
     return loss.detach(), counted, grad
 
@@ -326,7 +326,7 @@ CROSS_ENTROPY = Op(
     flops=lambda inputs: 5 * inputs["logits"].size,
     traffic_bound=1.05,
     traffic_reason="the loss takes one online pass; with the gradient the logits are read twice",
-    torch_baseline=_torch_rows,
+    torch_baseline=_rows_baseline,
     source='torch.nn.functional.cross_entropy, reduction="sum"; online sum of arXiv:1805.02867',
 )
 
@@ -348,7 +348,7 @@ CAUSAL_CROSS_ENTROPY = Op(
     flops=lambda inputs: 5 * inputs["logits"].size,
     traffic_bound=1.05,
     traffic_reason="one online pass over the rows of the window; the other rows are not read",
-    torch_baseline=_torch_causal,
+    torch_baseline=_causal_baseline,
     source="the shifted loss of Hugging Face ForCausalLMLoss, over a window of positions",
 )
 
@@ -375,7 +375,7 @@ LINEAR_CROSS_ENTROPY_OP = Op(
     traffic_bound=None,
     traffic_reason="two products with a chunk of logits between them",
     has_dot=True,
-    torch_baseline=_torch_linear,
+    torch_baseline=_linear_baseline,
     source='Hsu et al., "Liger Kernel" (arXiv:2410.10989), section 3.2',
 )
 
