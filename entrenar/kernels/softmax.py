@@ -92,7 +92,6 @@ def _softmax_long_row_kernel(
     seen = n_cols
     if CAUSAL:
         seen = (row % rows_per_block).to(tl.int32) + (n_cols - rows_per_block + 1)
-        seen = tl.maximum(tl.minimum(seen, n_cols), 0)
     wanted = n_cols
     if CAUSAL:
         wanted = tl.minimum(_whole_vectors(seen), n_cols)

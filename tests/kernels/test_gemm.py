@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from entrenar.errors import DeviceError, DTypeError, LayoutError
-from entrenar.kernels import gemm
+from entrenar.kernels import _gemm_tiles, gemm
 from entrenar.testing import Tolerance, assert_close, poisoned, to_float64
 
 
@@ -99,7 +99,7 @@ def test_split_sums_finish_like_whole_ones(trans_a: bool, trans_b: bool, device:
     a = normals(*((k, m) if trans_a else (m, k)), device=device)
     b = normals(*((n, k) if trans_b else (k, n)), device=device)
     bias, out = normals(n, device=device), normals(m, n, device=device)
-    assert gemm.choose_split(1, k, 32)[1] > 1
+    assert _gemm_tiles.choose_split(1, k, 32)[1] > 1
     left = to_float64(a).T if trans_a else to_float64(a)
     right = to_float64(b).T if trans_b else to_float64(b)
     wanted = 0.5 * left @ right + to_float64(bias) + to_float64(out)
@@ -136,14 +136,14 @@ def test_what_a_kernel_cannot_take_is_refused(device: str, monkeypatch: pytest.M
 
 def test_tiles_follow_shape_and_memory() -> None:
     hopper, ada, least = 227 << 10, 99 << 10, 64 << 10
-    assert gemm.choose_tile("16-bit", 1, 8192, 8192, hopper)[:3] == (128, 256, 64)
-    assert gemm.choose_tile("16-bit", 1, 4, 4096, hopper).m == 16
-    assert gemm.choose_tile("16-bit", 1, 4096, 16, hopper).n == 16
+    assert _gemm_tiles.choose_tile("16-bit", 1, 8192, 8192, hopper)[:3] == (128, 256, 64)
+    assert _gemm_tiles.choose_tile("16-bit", 1, 4, 4096, hopper).m == 16
+    assert _gemm_tiles.choose_tile("16-bit", 1, 4096, 16, hopper).n == 16
     for kind in ("16-bit", "16-bit unaligned", "fp32", "fp32 unaligned", "tf32"):
         for m in (1, 16, 63, 64, 200, 2048, 8192):
             for n in (1, 16, 256, 1536, 4096):
                 for shared in (hopper, ada, least):
-                    tile = gemm.choose_tile(kind, 1, m, n, shared)
+                    tile = _gemm_tiles.choose_tile(kind, 1, m, n, shared)
                     itemsize = 2 if kind.startswith("16-bit") else 4
                     assert (tile.m + tile.n) * tile.k * itemsize * tile.stages <= shared
                     assert tile.m >= 64 or m < 64 or itemsize == 4
@@ -153,7 +153,7 @@ def test_tiles_follow_shape_and_memory() -> None:
 @pytest.mark.parametrize("tiles", [1, 2, 66, 67, 500])
 def test_parts_cover_the_inner_size_once(tiles: int, k: int) -> None:
     for block in (16, 64, 128):
-        each, parts = gemm.choose_split(tiles, k, block)
+        each, parts = _gemm_tiles.choose_split(tiles, k, block)
         assert parts >= 1
         assert (parts - 1) * each < max(k, 1) <= parts * each
         assert parts == 1 or tiles * parts <= 2 * 132
