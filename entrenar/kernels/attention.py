@@ -385,7 +385,7 @@ def _fit(block: int, rows: int) -> int:
 # By padded head dimension. Chosen for no spill on sm_80 and sm_90 and at most 99 KB of shared
 # memory, not yet by timing; 32-bit products run on the scalar units and want small tiles.
 _FORWARD_16BIT = {
-    64: _Tile(128, 64, 4, 3),
+    64: _Tile(128, 64, 8, 3),
     128: _Tile(128, 64, 8, 2),
     256: _Tile(64, 32, 8, 2),
 }
@@ -410,7 +410,10 @@ _QUERY_GRADIENT_32BIT = {
 
 def _choose(q: torch.Tensor, half: dict[int, _Tile], single: dict[int, _Tile]) -> _Tile:
     table = single if q.dtype == torch.float32 else half
-    return table[max(_block_d(q.shape[2]), 64)]
+    tile = table[max(_block_d(q.shape[2]), 64)]
+    if _launch.on_amd():  # four wavefronts leave each the registers that eight would spill
+        return dataclasses.replace(tile, num_warps=4, num_stages=1)
+    return tile
 
 
 def _forward_tile(q: torch.Tensor, mean_queries: int) -> _Tile:

@@ -44,6 +44,12 @@ _LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
+def _row_offset(row, stride_row):
+    """Return where a row starts, in 64 bits: 16384 rows of 256000 columns are past 2^31."""
+    return row.to(tl.int64) * stride_row
+
+
+@triton.jit
 def _row_maximum_and_sum(row_ptr, n_cols, BLOCK: tl.constexpr):
     """Reduce a row to its shift m and sum_c exp(x[c] - m); the sum is NaN for a row of -inf."""
     cols = tl.arange(0, BLOCK)
@@ -79,14 +85,14 @@ def _cross_entropy_loss_kernel(
     HAS_IGNORE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(0)
     target = tl.load(targets_ptr + row)
     counted = True
     if HAS_IGNORE:
         counted = target != ignore_index
     loss = 0.0
     if counted:
-        row_ptr = logits_ptr + row * stride_row
+        row_ptr = logits_ptr + _row_offset(row, stride_row)
         in_range = (target >= 0) & (target < n_cols)
         at_target = tl.load(row_ptr + target, mask=in_range, other=0.0).to(tl.float32)
         shift, total = _row_maximum_and_sum(row_ptr, n_cols, BLOCK)
@@ -115,9 +121,9 @@ def _cross_entropy_gradient_kernel(
     BLOCK: tl.constexpr,
 ):
     """Write a row's gradient, which may be onto its logits, and its loss if asked."""
-    row = tl.program_id(0).to(tl.int64)
-    row_ptr = logits_ptr + row * stride_row
-    out_ptr = grad_ptr + row * stride_grad_row
+    row = tl.program_id(0)
+    row_ptr = logits_ptr + _row_offset(row, stride_row)
+    out_ptr = grad_ptr + _row_offset(row, stride_grad_row)
     cols = tl.arange(0, BLOCK)
     counted = (row >= first_row) & (row < end_row)
     # Targets are read in the window alone: a causal row's target may lie past the last token.
