@@ -1,7 +1,7 @@
 """Tiles of matrix products: which, by kind of operand, sizes and shared memory, and how k is split.
 
-Chosen by a table and a cost, never tuned at run time, so that the order of a sum is a function of the
-shape alone.
+Chosen by a table and a cost, never tuned at run time, so that the order of a sum is a function of
+shape, dtype, alignment and the device's shared memory: the same on every run.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Tile(NamedTuple):
 
 
 GROUP_M = 8
-# What work is spread over, whatever the device, so that the order of sums is the same on all.
+# What work is spread over, whatever the device has (132 is H100's), so that its count changes no sum.
 _PROCESSORS = 132
 # By kind of operand. None spills on sm_80 or sm_90; those of 64 rows and more use wgmma on sm_90.
 # Rows that do not start at multiples of 16 elements are read element by element, through registers,
