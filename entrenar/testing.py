@@ -168,11 +168,12 @@ def to_storage(value: Any, dtype: str = "float32", device: str = "cpu") -> Any:
     weights become ``NF4Weight`` that decode to ``dtype``; all else is passed through.
     """
     if isinstance(value, ReferenceNF4Weight):
-        fields = {
+        fields: dict[str, Any] = {
             k: torch.from_numpy(np.array(v)).to(device) if isinstance(v, np.ndarray) else v
             for k, v in vars(value).items()
         }
-        return NF4Weight(**{**fields, "dtype": torch_dtype(dtype)})
+        fields["dtype"] = torch_dtype(dtype)
+        return NF4Weight(**fields)
     if isinstance(value, np.ndarray):
         tensor = torch.from_numpy(np.array(value, copy=True, order="C"))
         return (tensor.to(torch_dtype(dtype)) if tensor.is_floating_point() else tensor).to(device)

@@ -62,7 +62,8 @@ class NF4Weight:
 
     def to(self, device: str | torch.device) -> NF4Weight:
         """Return the weight with its storage on ``device``."""
-        moved = {
-            k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in self.fields().items()
+        moved: dict[str, Any] = {
+            name: value.to(device) if isinstance(value, torch.Tensor) else value
+            for name, value in self.fields().items()
         }
         return NF4Weight(**moved)

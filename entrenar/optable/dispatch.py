@@ -147,12 +147,12 @@ def _to_torch(row: Function, given: dict[str, Any], views: dict[str, Any], resul
     if result is None:
         return None  # a function that only writes its arguments
     if isinstance(result, reference_nf4.NF4Weight):
-        fields = {
-            k: torch.from_numpy(v) if isinstance(v, np.ndarray) else v
-            for k, v in vars(result).items()
+        fields: dict[str, Any] = {
+            name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+            for name, value in vars(result).items()
         }
-        source = given["w"].dtype
-        return NF4Weight(**{**fields, "dtype": source if isinstance(source, torch.dtype) else None})
+        fields["dtype"] = given["w"].dtype
+        return NF4Weight(**fields)
     results = result if isinstance(result, tuple) else (result,)
     wrapped = tuple(
         _wrap(value, rule, row, given, views)

@@ -107,7 +107,9 @@ def main():
         out["cases"][case] = {
             "config": settings,
             "names": [name for name, _ in model.named_parameters()],
-            "logits": [[[round(v, 5) for v in row] for row in part[::5]] for part in logits.tolist()],
+            "logits": [
+                [[round(v, 5) for v in row] for row in part[::5]] for part in logits.tolist()
+            ],
         }
         print(case, tuple(logits.shape), float(logits.abs().max()))
     (HERE / "family_golden.json").write_text(json.dumps(out) + "\n")
