@@ -11,6 +11,20 @@ import os
 # As for kernels: fused multiply-add stays on, and Triton does not warn that its default will change.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
-from entrenar.emulator.driver import EmuError, RunInfo, active_driver, install_driver, run_compiled  # noqa: E402
+from entrenar.emulator.driver import (  # noqa: E402
+    EmuError,
+    RunInfo,
+    active_driver,
+    install_driver,
+    run_compiled,
+    uninstall_driver,
+)
 
-__all__ = ["EmuError", "RunInfo", "active_driver", "install_driver", "run_compiled"]
+__all__ = [
+    "EmuError",
+    "RunInfo",
+    "active_driver",
+    "install_driver",
+    "run_compiled",
+    "uninstall_driver",
+]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -159,6 +160,13 @@ def _emulate(target: str) -> None:
         install_driver(target)
 
 
+def _leave_emulator() -> None:
+    """Give Triton the GPU's driver back where this process emulated before."""
+    emulator = sys.modules.get("entrenar.emulator")
+    if emulator is not None and emulator.active_driver() is not None:
+        emulator.uninstall_driver()
+
+
 def _where(tensor: torch.Tensor | None) -> str:
     if tensor is None or tensor.device.type != "cpu":
         return "cuda"
@@ -214,6 +222,7 @@ def launch(
         return
     if where == "cuda":
         assert first is not None
+        _leave_emulator()
         with _on_stream(stream, first):
             kernel[grid](**arguments)
         return

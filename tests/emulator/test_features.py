@@ -19,6 +19,7 @@ from entrenar.emulator import (  # noqa: E402
     active_driver,
     install_driver,
     run_compiled,
+    uninstall_driver,
 )
 
 tl = triton.language
@@ -268,14 +269,21 @@ def _unmasked_kernel(x_ptr, out_ptr, BLOCK: tl.constexpr):
 
 
 def test_as_tritons_driver() -> None:
+    """One kernel through two drivers in turn: what was compiled for one is not run on the other."""
     before = active_driver()
-    driver = install_driver("sm_80", counters=True)
-    assert active_driver() is driver
-    x, out = normals(1000), torch.zeros(1000)
-    _twice_kernel[(4,)](x, out, 1000, BLOCK=256)
-    assert torch.equal(out, 2 * x)
-    assert driver.last.counters["distinct"]["stored"] == 4000
-    install_driver(before.target if before else "sm_80")
+    x = normals(1000)
+    for target in ("sm_80", "sm_90", "sm_80"):
+        driver = install_driver(target, counters=True)
+        assert active_driver() is driver
+        out = torch.zeros(1000)
+        _twice_kernel[(4,)](x, out, 1000, BLOCK=256)
+        assert torch.equal(out, 2 * x)
+        assert driver.last.counters["distinct"]["stored"] == 4000
+        assert driver.last.metadata.target.arch == int(target[3:])
+    if before is not None:
+        install_driver(before.target)
+    elif torch.cuda.is_available():
+        uninstall_driver()
 
 
 def test_a_missing_mask_is_caught() -> None:
