@@ -97,7 +97,7 @@ def nf4_quantize(w: np.ndarray, block_size: int = 64, double_quant: bool = False
     shape, dtype = tuple(w.shape), str(w.dtype)
     if not double_quant:
         return NF4Weight(codes, absmax, shape, dtype, block_size)
-    offset = np.float32([absmax.mean(dtype=np.float64) if count else 0.0])
+    offset = np.array([absmax.mean(dtype=np.float64) if count else 0.0], np.float32)
     absmax_codes, absmax2 = _quantize_absmax(absmax, offset)
     return NF4Weight(codes, None, shape, dtype, block_size, absmax_codes, absmax2, offset)
 
@@ -117,9 +117,9 @@ def _quantize_absmax(absmax: np.ndarray, offset: np.ndarray) -> tuple[np.ndarray
     """Return the 8-bit codes of ``absmax - offset`` and the largest magnitude per 256 of them."""
     size = plain.NESTED_BLOCK
     blocks = -(-absmax.size // size)
-    centred = np.zeros(blocks * size, np.float32)
-    np.subtract(absmax, offset, out=centred[: absmax.size])
-    centred = centred.reshape(blocks, size)
+    padded = np.zeros(blocks * size, np.float32)
+    np.subtract(absmax, offset, out=padded[: absmax.size])
+    centred = padded.reshape(blocks, size)
     absmax2 = np.abs(centred).max(axis=1, initial=0)
     with np.errstate(all="ignore"):
         scaled = np.clip(centred * (np.float32(1) / absmax2)[:, None], -1, 1)

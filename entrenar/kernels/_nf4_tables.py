@@ -67,15 +67,14 @@ def _dynamic_code() -> np.ndarray:
         count = 2**exponent
         step = float((end - start) / np.float32(count))
         # from either end, rounded once: what torch.linspace gives in float32
-        bounds = np.float32(
-            [
-                float(start) + step * i if 2 * i < count else float(end) - step * (count - i)
-                for i in range(count + 1)
-            ]
-        )
+        points = [
+            float(start) + step * i if 2 * i < count else float(end) - step * (count - i)
+            for i in range(count + 1)
+        ]
+        bounds = np.array(points, np.float32)
         means = (bounds[1:] + bounds[:-1]) / np.float32(2) * np.float32(10.0 ** (exponent - 6))
         found += [*means.tolist(), *(-means).tolist()]
-    return np.float32(sorted(found))
+    return np.array(sorted(found), np.float32)
 
 
 def _grid_steps(code: np.ndarray) -> np.ndarray:

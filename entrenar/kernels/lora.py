@@ -20,12 +20,12 @@ Source: Hu et al., LoRA, equation 3; the split at the rank-r tensor follows LoRA
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from entrenar.checks import check_dtype, check_ndim, check_same_dtype, check_shape
-from entrenar.errors import ConfigError
+from entrenar.errors import ConfigError, ShapeMismatchError
 from entrenar.kernels._launch import (
     cdiv,
     check_floating,
@@ -189,6 +189,11 @@ def _check(
     check_shape(op, "x", x, (-1, n_in), f"w is {tuple(w.shape)}")
     check_ndim(op, "lora_a", lora_a, 2)
     rank = lora_a.shape[0]
+    if rank > _MOST_RANK:
+        raise ShapeMismatchError(
+            f"{op}: the rank is {rank}, wanted at most {_MOST_RANK}",
+            "a factor's row is held in a program's registers; use a lower rank",
+        )
     check_shape(op, "lora_a", lora_a, (-1, n_in), f"w is {tuple(w.shape)}")
     check_shape(op, "lora_b", lora_b, (n_out, rank), f"w is {tuple(w.shape)}, rank is {rank}")
     if not 0 <= dropout_p < 1:
@@ -235,8 +240,9 @@ def _down(
     rows, n_in = x.shape
     rank = lora_a.shape[0]
     s = empty((rows, rank), x.dtype, like=x)
-    block_m = _rows_per_program(rows, 16, 64)
-    block_k = 64 if x.element_size() == 2 else 32
+    step = _reduction(rank, x)
+    block_m = _rows_per_program(rows, 16, step.wide)
+    block_k = step.wide if x.element_size() == 2 else 32
     launch(
         _down_kernel,
         (cdiv(rows, block_m),),
@@ -257,8 +263,8 @@ def _down(
         EVEN_K=n_in % block_k == 0,
         DROPOUT=dropout_p > 0,
         UPCAST_DOT=interpreting(),
-        num_warps=4,
-        num_stages=3,
+        num_warps=step.warps,
+        num_stages=step.stages,
     )
     return s
 
@@ -278,7 +284,7 @@ def _seeded_product(
     cols = out.shape[1]
     rank = adapter.u.shape[1]
     dropout = adapter.dropout_p > 0
-    block_m, block_n, block_k, warps, stages = _tile(rows, cols, a.element_size(), dropout)
+    block_m, block_n, block_k, warps, stages = _tile(rows, cols, rank, a.element_size(), dropout)
     v_is_rows = transposed  # B is [out, r] and read transposed, A is [r, in]
     launch(
         _seeded_product_kernel,
@@ -330,9 +336,9 @@ def _grad_s_b(
     """Return ``scale * grad_y @ B`` in ``grad_y``'s dtype; write or add ``scale * grad_y.T @ s``."""
     rows, cols = grad_y.shape
     rank = lora_b.shape[1]
-    wide = grad_y.element_size() == 2
-    block_m = min(max(next_power_of_2(rows), 16), 128 if wide else 64)
-    block_n = 64 if wide else 32
+    step = _reduction(rank, grad_y)
+    block_m = 16 if rows <= 16 else step.tall
+    block_n = step.wide
     row_parts = cdiv(rows, block_m)
     blocks_per_part, col_parts = _split(cols, block_n, row_parts)
     grad_s_parts = empty((col_parts, rows, rank), torch.float32, like=grad_y)
@@ -357,8 +363,8 @@ def _grad_s_b(
         BLOCK_N=block_n,
         BLOCK_R=_block_r(rank),
         UPCAST_DOT=interpreting(),
-        num_warps=4,
-        num_stages=3,
+        num_warps=step.warps,
+        num_stages=step.stages,
     )
     grad_s = empty((rows, rank), grad_y.dtype, like=grad_y)
     _add_parts(op, grad_s_parts, grad_s, scale, False, stream)
@@ -379,8 +385,8 @@ def _grad_a(
     """Write or add ``grad_s.T @ drop(x)`` to ``grad_a``."""
     rows, n_in = x.shape
     rank = grad_s.shape[1]
-    wide = x.element_size() == 2
-    block_m, block_k = (64, 64) if wide else (32, 32)
+    step = _reduction(rank, x)
+    block_m = block_k = step.wide
     tiles = cdiv(n_in, block_k)
     blocks_per_part, parts = _split(rows, block_m, tiles)
     grad_a_parts = empty((parts, rank, n_in), torch.float32, like=x)
@@ -404,8 +410,8 @@ def _grad_a(
         BLOCK_R=_block_r(rank),
         DROPOUT=dropout_p > 0,
         UPCAST_DOT=interpreting(),
-        num_warps=4,
-        num_stages=3,
+        num_warps=step.warps,
+        num_stages=step.stages,
     )
     _add_parts(op, grad_a_parts, grad_a, 1.0, accumulate, stream)
 
@@ -437,6 +443,7 @@ def _add_parts(
 # What work is spread over, whatever the device, so that the order of sums is the same on all: two
 # programs on each of an H100's or H200's processors.
 _PROGRAMS = 264
+_MOST_RANK = 256
 
 
 def _split(size: int, block: int, others: int) -> tuple[int, int]:
@@ -455,17 +462,39 @@ def _rows_per_program(rows: int, least: int, most: int) -> int:
     return block
 
 
-def _tile(rows: int, cols: int, itemsize: int, dropout: bool) -> tuple[int, int, int, int, int]:
+class _Reduction(NamedTuple):
+    tall: int
+    wide: int
+    warps: int
+    stages: int
+
+
+def _reduction(rank: int, x: torch.Tensor) -> _Reduction:
+    """Return the block of rows of grad_y, the block of all else, warps and stages, for sums over rank.
+
+    Each with the most registers' worth of work that spills none on sm_80 or sm_90.
+    """
+    if rank > 128:
+        return _Reduction(32, 32, 8, 2)
+    if x.element_size() == 4:
+        return _Reduction(64 if rank <= 32 else 32, 32, 4 if rank <= 32 else 8, 3)
+    return _Reduction(128, 64, 4, 3) if rank <= 32 else _Reduction(64, 64, 8, 3)
+
+
+def _tile(
+    rows: int, cols: int, rank: int, itemsize: int, dropout: bool
+) -> tuple[int, int, int, int, int]:
     """Return rows, columns, inner step, warps and stages of a tile of the base product.
 
     The published order for Hopper (Triton's tutorials 03 and 09, LoRAFusion): 128 x 256 x 64 where the
-    device is filled, smaller where it is not. Dropout's integers need the registers of half a tile.
+    device is filled, smaller where it is not. Dropout's integers and a high rank need registers that
+    the larger tiles do not leave; with these choices no kernel spills on sm_80 or sm_90.
     """
     if itemsize == 4:
-        return (64, 64, 16, 8, 3) if rows > 32 else (32, 64, 32, 4, 3)
-    for block_m, block_n, warps, stages in ((128, 256, 8, 3), (128, 128, 8, 4), (64, 64, 4, 4)):
-        if dropout and block_n == 256:
-            continue
+        return (64, 64, 32, 8, 3) if rows > 32 else (32, 64, 32, 4, 3)
+    large = ((128, 256, 8, 3),) if rank <= 32 else ()
+    tiles = ((128, 64, 8, 4),) if dropout else (*large, (128, 128, 8, 4))
+    for block_m, block_n, warps, stages in tiles:
         if cdiv(rows, block_m) * cdiv(cols, block_n) >= _PROGRAMS // 2:
             return block_m, block_n, 64, warps, stages
     return (64, 64, 64, 4, 4) if rows > 32 else (16, 64, 128, 4, 4)

@@ -48,6 +48,9 @@ _LARGEST: tl.constexpr = tl.constexpr(3.4028234663852886e38)
 # 2 ** -128: the reciprocal of this and less is infinite.
 _TINY: tl.constexpr = tl.constexpr(2.938735877055719e-39)
 
+# Only the last program compares with these: a new value compiles nothing.
+_SIZES = ["n", "n_blocks", "n_parts", "steps"]
+
 
 @triton.jit
 def nf4_absmax(
@@ -78,7 +81,7 @@ def nf4_levels(byte, levels_ptr):
     return tl.load(levels_ptr + (code >> 4)), tl.load(levels_ptr + (code & 15))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_SIZES)
 def _dequantize_kernel(
     codes_ptr,
     absmax_ptr,
@@ -146,7 +149,7 @@ def _pack(code, ROWS: tl.constexpr, HALF: tl.constexpr):
     return ((high << 4) | low).to(tl.uint8)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_SIZES)
 def _quantize_kernel(
     w_ptr,
     codes_ptr,
@@ -206,7 +209,7 @@ def _two_sum(high_a, low_a, high_b, low_b):
     return high, low_a + low_b + error
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_SIZES)
 def _sum_kernel(x_ptr, high_ptr, low_ptr, n, steps, BLOCK: tl.constexpr):
     """Sum ``steps`` blocks of x in doubled precision, one result a program."""
     pid = tl.program_id(0)
@@ -221,7 +224,7 @@ def _sum_kernel(x_ptr, high_ptr, low_ptr, n, steps, BLOCK: tl.constexpr):
     tl.store(low_ptr + pid, error)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_SIZES)
 def _quantize_absmax_kernel(
     absmax_ptr,
     high_ptr,

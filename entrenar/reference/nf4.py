@@ -73,7 +73,7 @@ def _linspace(count: int) -> np.ndarray:
 
 def _dynamic_code() -> np.ndarray:
     """Return the 256 levels of the signed dynamic 8-bit type with 7 exponent bits, sorted."""
-    levels = [np.float32([0.0, 1.0])]
+    levels = [np.array([0.0, 1.0], np.float32)]
     for exponent in range(7):
         bounds = _linspace(2**exponent + 1)
         means = (bounds[:-1] + bounds[1:]) / np.float32(2)
@@ -179,7 +179,7 @@ def nf4_quantize(w: np.ndarray, block_size: int = 64, double_quant: bool = False
     if not double_quant:
         return NF4Weight(packed, absmax, shape, dtype, block_size)
     mean = absmax.mean(dtype=np.float64) if absmax.size else 0.0
-    offset = np.float32([mean])
+    offset = np.array([mean], np.float32)
     absmax_codes, absmax2 = _quantize_absmax(absmax, offset)
     return NF4Weight(packed, None, shape, dtype, block_size, absmax_codes, absmax2, offset)
 
