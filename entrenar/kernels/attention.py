@@ -157,37 +157,46 @@ def attention_backward(
     inputs = {"q": q, "k": k, "v": v, "grad": grad_out, "lse": lse, "delta": delta}
     given: dict[str, Any] = {f"{name}_ptr": array for name, array in inputs.items()}
     given |= {"scale": scale, "scale_log2": scale * _LOG2E}
-    reads = (*inputs.values(), *segments.storage())
+    settings = (segments, causal, window, stream)
     if k.shape[0]:
         tile = _key_gradient_tile(q, segments.mean_keys(k))
-        _launch.launch(
-            _kernels._attention_key_gradient_kernel,
-            (segments.blocks(k.shape[0], tile.block_n), k.shape[1]),
-            op=op,
-            stream=stream,
-            reads=reads,
-            writes=grads[1:],
-            grad_k_ptr=grads[1],
-            grad_v_ptr=grads[2],
-            **given,
-            **_strides(q=q, k=k, v=v, g=grad_out, d=grads[1]),
-            **_common(q, k, segments, causal, window, tile),
-        )
+        grid = (segments.blocks(k.shape[0], tile.block_n), k.shape[1])
+        outputs = {"grad_k_ptr": grads[1], "grad_v_ptr": grads[2]}
+        kernel = _kernels._attention_key_gradient_kernel
+        _launch_gradient(op, kernel, grid, tile, given, outputs, settings)
     if q.shape[0]:
         tile = _query_gradient_tile(q, segments.mean_queries(q))
-        _launch.launch(
-            _kernels._attention_query_gradient_kernel,
-            (segments.blocks(q.shape[0], tile.block_m), q.shape[1]),
-            op=op,
-            stream=stream,
-            reads=reads,
-            writes=grads[:1],
-            grad_q_ptr=grads[0],
-            **given,
-            **_strides(q=q, k=k, v=v, g=grad_out, d=grads[0]),
-            **_common(q, k, segments, causal, window, tile),
-        )
+        grid = (segments.blocks(q.shape[0], tile.block_m), q.shape[1])
+        kernel = _kernels._attention_query_gradient_kernel
+        _launch_gradient(op, kernel, grid, tile, given, {"grad_q_ptr": grads[0]}, settings)
     return grads[0], grads[1], grads[2]
+
+
+def _launch_gradient(
+    op: str,
+    kernel: Any,
+    grid: tuple[int, int],
+    tile: _Tile,
+    given: dict[str, Any],
+    outputs: dict[str, torch.Tensor],
+    settings: tuple[_Segments, bool, int, Any],
+) -> None:
+    """Launch the kernel of the key or of the query gradient, which take the same inputs."""
+    segments, causal, window, stream = settings
+    q, k, v, grad_out = (given[f"{name}_ptr"] for name in ("q", "k", "v", "grad"))
+    writes = tuple(outputs.values())
+    _launch.launch(
+        kernel,
+        grid,
+        op=op,
+        stream=stream,
+        reads=(q, k, v, grad_out, given["lse_ptr"], given["delta_ptr"], *segments.storage()),
+        writes=writes,
+        **outputs,
+        **given,
+        **_strides(q=q, k=k, v=v, g=grad_out, d=writes[0]),
+        **_common(q, k, segments, causal, window, tile),
+    )
 
 
 def _launch_delta(
