@@ -3,6 +3,7 @@
 Commands:
 static    compile every kernel for GPUs offline: registers, spills, matrix instructions
 traffic   bytes each op loads and stores in the emulator, over the floor
+counters  instructions, sectors and bank conflicts in the emulator; races and unset memory
 step      one QLoRA training step on a real model, beside its floor
 gpu       the tests and every timing that needs a GPU
 """
@@ -14,7 +15,7 @@ import sys
 
 from entrenar.errors import EntrenarError
 
-COMMANDS = ("static", "traffic", "step", "gpu")
+COMMANDS = ("static", "traffic", "counters", "step", "gpu")
 
 
 def main(arguments: list[str]) -> int:

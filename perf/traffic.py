@@ -21,7 +21,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-__all__ = ["floor_bytes", "main", "measure"]
+__all__ = ["complete", "floor_bytes", "flops_of", "main", "measure"]
 
 Row = dict[str, Any]
 SMALL = 64 << 10
@@ -61,8 +61,7 @@ def floor_bytes(
 ) -> int:
     """Return the bytes of every input, once, and of every output, once; from the row if one is given."""
     if op is not None and call.function == op.forward.name:
-        arrays = {k: v.float() if _is_floating(v) else v for k, v in given.items()}
-        arrays = {k: v.numpy() if hasattr(v, "untyped_storage") else v for k, v in arrays.items()}
+        arrays = {k: _array(v) for k, v in given.items()}
         return int(op.bytes_moved(arrays, size))
 
     def total(tensors: list[Any]) -> int:
@@ -76,8 +75,26 @@ def floor_bytes(
     return total(read) + total([*written, *_storages(result)])
 
 
-def _is_floating(value: Any) -> bool:
-    return hasattr(value, "untyped_storage") and value.is_floating_point()
+def flops_of(op: Any, given: dict[str, Any]) -> int:
+    """Return the row's count of the forward pass's operations; 0 for arguments of another pass."""
+    try:
+        return int(op.flops({k: _array(v) for k, v in given.items()}))
+    except KeyError:
+        return 0
+
+
+def complete(launcher: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """Add a launcher's defaults to the arguments of a call, its stream left out."""
+    bound = inspect.signature(launcher).bind(**given)
+    bound.apply_defaults()
+    return {k: v for k, v in bound.arguments.items() if k != "stream"}
+
+
+def _array(value: Any) -> Any:
+    """Return storage as an ndarray, as rows take it, and anything else as it is."""
+    if not hasattr(value, "untyped_storage"):
+        return value
+    return (value.float() if value.is_floating_point() else value).cpu().numpy()
 
 
 def _bound(op: Any, function: str, shape: str) -> tuple[float | None, str]:
@@ -93,9 +110,7 @@ def _count(op: Any, call: Any, dtype: str, tokens: int, driver: Any) -> Row:
     from perf.calls import DTYPES, Maker
 
     launcher = getattr(importlib.import_module(f"entrenar.kernels.{call.family}"), call.function)
-    bound = inspect.signature(launcher).bind(**call.make(Maker(DTYPES[dtype], tokens, values=True)))
-    bound.apply_defaults()
-    given = {k: v for k, v in bound.arguments.items() if k != "stream"}
+    given = complete(launcher, call.make(Maker(DTYPES[dtype], tokens, values=True)))
     driver.history = []
     result = launcher(**given)
     loaded, stored = _moved(driver.history)
