@@ -20,7 +20,7 @@ Command = Callable[[argparse.Namespace], int]
 _EXAMPLES = """examples:
   entrenar demo
   entrenar train --model ./SmolLM2-135M-Instruct --data pairs.jsonl --output runs/first
-  entrenar generate --adapter runs/first/adapter --prompt "What does `len(obj)` do?"
+  entrenar generate --adapter runs/first/adapter --prompt 'What does `len(obj)` do?'
 
 exit codes: 0 ok, 1 the run failed, 2 usage, config or data, 3 environment, 130 interrupted"""
 

@@ -85,7 +85,9 @@ class Session:
 
     def _data(self) -> tuple[EncodedCorpus, EncodedCorpus | None, Any]:
         """Read, check and tokenise the data; the model's weights are not read yet."""
+        from entrenar.lora import match_targets
         from entrenar.transformer.checkpoint import open_checkpoint
+        from entrenar.transformer.weights import linear_shapes
 
         corpus = read_corpus(self.settings.data)
         held = read_corpus(self.settings.eval_data) if self.settings.eval_data else None
@@ -99,6 +101,7 @@ class Session:
             raise CheckpointError(
                 f"{self.settings.model} has no tokenizer", "put its tokenizer.json into the folder"
             )
+        match_targets(linear_shapes(checkpoint.config), self.config.target_modules)
         context = checkpoint.config.context_length
         if self.config.max_seq_len > context:
             self.console.notice(
