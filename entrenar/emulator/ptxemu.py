@@ -97,6 +97,8 @@ def build_ops():
         op(f"{n}.u32", "u32", ("u32",) * 2, "(A&0xffffff)*(B&0xffffff)")
     op("div.s32", "s32", ("s32",) * 2, "sdiv32(A,B)")
     op("rem.s32", "s32", ("s32",) * 2, "srem32(A,B)")
+    for n, o in (("min", "<"), ("max", ">")):
+        op(f"{n}.relu.s32", "s32", ("s32",) * 2, f"({{s32 v_=A{o}B?A:B; v_<0?0:v_;}})")
     op("div.u32", "u32", ("u32",) * 2, "B?A/B:~0u")
     op("rem.u32", "u32", ("u32",) * 2, "B?A%B:A")
     op("div.s64", "s64", ("s64",) * 2, "sdiv64(A,B)")
@@ -280,8 +282,6 @@ def build_ops():
         op(f"abs.{t}", d, (d,), "A&0x7fff")
         op(f"neg.{t}x2", "u32", ("u32",), "A^0x80008000u")
         op(f"abs.{t}x2", "u32", ("u32",), "A&0x7fff7fffu")
-        for m in ("relu",):
-            pass
     op("ex2.f16", "h", ("h",), "ashu((f16)exp2f((f32)ash(A)))")
     op("tanh.f16", "h", ("h",), "ashu((f16)tanhf((f32)ash(A)))")
     # two-operand packing conversions (d, hi, lo)
@@ -1608,8 +1608,13 @@ class Program:
                 if b == "mad":
                     nm = nm.replace("mad", "fma")
             else:
-                nm = b + "".join("." + x for x in p[1:-1] if x in ("lo", "hi", "wide")) + "." + ty
-                if S - {"lo", "hi", "wide", ty}:
+                nm = (
+                    b
+                    + "".join("." + x for x in p[1:-1] if x in ("lo", "hi", "wide", "relu"))
+                    + "."
+                    + ty
+                )
+                if S - {"lo", "hi", "wide", "relu", ty}:
                     raise PTXError("modifier")
         if len(a) == 4 and b in ("min", "max") and nm + "3" in OPS:
             nm += "3"  # three-input forms of sm_100 and later

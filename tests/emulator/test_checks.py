@@ -255,3 +255,16 @@ def test_a_store_past_an_array_is_caught() -> None:
 def test_what_is_not_known_is_refused_by_name() -> None:
     with pytest.raises(driver.EmuError, match="frobnicate"):
         run("frobnicate.b32 %r5, %r6;")
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "low", "high"), [(3, 5, 3, 5), (-3, 5, 0, 5), (-3, -5, 0, 0), (7, 7, 7, 7)]
+)
+def test_integer_minimum_and_maximum_clamped_at_zero(a: int, b: int, low: int, high: int) -> None:
+    out = words(2)
+    body = (
+        f"mov.u32 %r5, {a & 0xFFFFFFFF}; mov.u32 %r6, {b & 0xFFFFFFFF}; min.relu.s32 %r7, %r5, %r6;"
+        "max.relu.s32 %r8, %r5, %r6; st.global.u32 [%rd0], %r7; st.global.u32 [%rd0+4], %r8;"
+    )
+    run(body, arrays=[out])
+    assert out.tolist() == [low, high]
