@@ -78,16 +78,18 @@ class Spec:
         return " ".join(f"{k}={v}" for k, v in shown.items())
 
 
-def collect(dtypes: Sequence[str], only: str = "", amd: bool = False) -> list[Spec]:
-    """Call every launcher whose name contains ``only``; return the kernels it would launch.
+def collect(target: str, dtypes: Sequence[str], only: str = "") -> list[Spec]:
+    """Call every launcher whose name contains ``only``; return the kernels it would launch there.
 
     The process must not have imported kernels before: launchers ask once whether the device is AMD's.
     """
     os.environ["ENTRENAR_BACKEND"] = "ptx"
     import torch
 
-    if amd:
+    if target.startswith("gfx"):
         torch.version.hip = "offline"
+    else:
+        os.environ["ENTRENAR_PTX_TARGET"] = target
     from entrenar.kernels import _launch
     from perf.calls import CALLS, DTYPES, Maker
 
@@ -241,6 +243,14 @@ def _count(
     }
 
 
+def shared_limit(target: str) -> int:
+    """Return the bytes of shared memory a program may use on a target."""
+    if target.startswith("gfx"):
+        return 64 << 10
+    small = {"sm_75": 64, "sm_80": 163, "sm_86": 99, "sm_87": 163, "sm_89": 99, "sm_120": 99}
+    return small.get(target, 227) << 10
+
+
 def faults(row: Row) -> list[str]:
     """Return what a row must not show, a phrase each."""
     if "error" in row:
@@ -248,6 +258,9 @@ def faults(row: Row) -> list[str]:
     found = []
     if row["spill_bytes"]:
         found.append(f"spills {row['spill_bytes']} bytes")
+    limit = shared_limit(row["target"])
+    if row["shared_bytes"] > limit:
+        found.append(f"needs {row['shared_bytes']} bytes of shared memory where {limit} are")
     if row["fp64"]:
         found.append(f"has {row['fp64']} fp64 instructions")
     if row["has_dot"] and row["dtype"] in ("fp16", "bf16") and not row["matrix_instructions"]:
@@ -288,14 +301,12 @@ def rows(
         one_each: Compile each kernel in the first configuration it is launched in alone.
     """
     work: list[tuple[Spec, str]] = []
-    for amd in (False, True):
-        chosen = [t for t in targets if t.startswith("gfx") == amd]
-        if chosen:
-            with _pool(1) as pool:
-                specs = pool.submit(collect, list(dtypes), only, amd).result()
-            if one_each:
-                specs = list({(s.module, s.kernel): s for s in reversed(specs)}.values())
-            work += [(spec, target) for target in chosen for spec in specs]
+    for target in targets:
+        with _pool(1) as pool:
+            specs = pool.submit(collect, target, list(dtypes), only).result()
+        if one_each:
+            specs = list({(s.module, s.kernel): s for s in reversed(specs)}.values())
+        work += [(spec, target) for spec in specs]
     done: list[Row] = []
     with _pool(workers or os.cpu_count() or 1) as pool:
         for row in pool.map(compile_row, *zip(*work, strict=True), chunksize=4) if work else ():

@@ -34,6 +34,7 @@ __all__ = [
     "on_amd",
     "prepare",
     "require_contiguous",
+    "shared_bytes",
 ]
 
 # Triton 3.9 announces that fused multiply-add will be off by default in 3.10. It stays on here:
@@ -53,6 +54,25 @@ def interpreting() -> bool:
 def on_amd() -> bool:
     """Whether torch was built for AMD GPUs."""
     return torch.version.hip is not None
+
+
+# Shared memory a program may use where it is not that of sm_90 and newer, in KiB.
+_SHARED_KIB = {"sm_75": 64, "sm_80": 163, "sm_86": 99, "sm_87": 163, "sm_89": 99, "sm_120": 99}
+
+
+def shared_bytes(device: torch.device) -> int:
+    """Return the shared memory a program may use on a device, or on the target a CPU stands in for."""
+    if device.type == "cuda":
+        return _shared_bytes_of(device)
+    if on_amd():
+        return 64 << 10
+    return _SHARED_KIB.get(runtime.ptx_target(), 227) << 10
+
+
+@functools.cache
+def _shared_bytes_of(device: torch.device) -> int:
+    properties = torch.cuda.get_device_properties(device)
+    return int(getattr(properties, "shared_memory_per_block_optin", 0)) or (64 << 10)
 
 
 def cdiv(a: int, b: int) -> int:

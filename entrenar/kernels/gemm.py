@@ -13,7 +13,6 @@ groups of rows so that the second-level cache serves the repeats (Triton's tutor
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -33,6 +32,7 @@ from entrenar.kernels._launch import (
     on_amd,
     prepare,
     require_contiguous,
+    shared_bytes,
 )
 
 __all__ = ["gemm_backward_a", "gemm_backward_b", "gemm_forward", "matmul"]
@@ -394,7 +394,7 @@ def _launch_product(
     batch = a.shape[0] if a.ndim == 3 else 1
     m, n, k = a.shape[-2], b.shape[-1], a.shape[-1]
     kind = kind_of(a, b, precision)
-    tile = choose_tile(kind, batch, m, n, _shared_bytes(a.device))
+    tile = choose_tile(kind, batch, m, n, shared_bytes(a.device))
     tiles = batch * cdiv(m, tile.m) * cdiv(n, tile.n)
     k_per_split, splits = choose_split(tiles, k, tile.k)
     target = c if splits == 1 else empty((splits, batch, m, n), torch.float32, like=a)
@@ -476,11 +476,3 @@ def _launch_add_parts(
         BLOCK_N=block_n,
         num_warps=4,
     )
-
-
-@functools.cache
-def _shared_bytes(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 163 << 10  # what sm_80 has, the emulator's default target
-    properties = torch.cuda.get_device_properties(device)
-    return int(getattr(properties, "shared_memory_per_block_optin", 0)) or (64 << 10)

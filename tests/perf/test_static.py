@@ -52,6 +52,7 @@ ROW = {
     ("change", "fault"),
     [
         ({"spill_bytes": 8}, "spills 8 bytes"),
+        ({"shared_bytes": 240_000}, "needs 240000 bytes of shared memory where 232448 are"),
         ({"fp64": 2}, "has 2 fp64 instructions"),
         ({"wgmma": 0}, "has a tile of 128 rows and no wgmma"),
         ({"matrix_instructions": 0, "wgmma": 0}, "multiplies without matrix instructions"),
