@@ -149,7 +149,7 @@ def _pack(code, ROWS: tl.constexpr, HALF: tl.constexpr):
     return ((high << 4) | low).to(tl.uint8)
 
 
-@triton.jit(do_not_specialize=_SIZES)
+@triton.jit(do_not_specialize=["n_blocks"])
 def _quantize_kernel(
     w_ptr,
     codes_ptr,
@@ -160,6 +160,7 @@ def _quantize_kernel(
     n_blocks,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
+    SHORT: tl.constexpr,
 ):
     """Quantise ROWS blocks; values that are not finite go to status as (first index, count)."""
     HALF: tl.constexpr = BLOCK // 2
@@ -186,12 +187,13 @@ def _quantize_kernel(
         x = tl.where(bad, 0.0, x)
         absmax = tl.max(tl.abs(x), 1)
         floored = tl.maximum(absmax, _FLOOR)
-        short = (rows + 1) * BLOCK > left  # [ROWS]
-        by_reciprocal = x * tl.div_rn(1.0, floored)[:, None]
-        scaled = tl.where(short[:, None], tl.div_rn(x, floored[:, None]), by_reciprocal)
+        scaled = x * tl.div_rn(1.0, floored)[:, None]
+        if SHORT:
+            short = (rows + 1) * BLOCK > left  # [ROWS]
+            scaled = tl.where(short[:, None], tl.div_rn(x, floored[:, None]), scaled)
+            absmax = tl.where(short, floored, absmax)
         packed = _pack(_encode(scaled, middles_ptr), ROWS, HALF)
-        in_rows = first + rows < n_blocks
-        tl.store(absmax_ptr + rows, tl.where(short, floored, absmax), mask=in_rows)
+        tl.store(absmax_ptr + rows, absmax, mask=first + rows < n_blocks)
         tl.store(codes_ptr + bytes_at, packed, mask=bytes_at * 2 < left)
     count = tl.sum(tl.sum(bad.to(tl.int32), 1), 0)
     if count > 0:
@@ -320,7 +322,8 @@ def nf4_quantize(
         n_blocks=n_blocks,
         BLOCK=block_size,
         ROWS=rows,
-        num_warps=4,
+        SHORT=n % block_size != 0,
+        num_warps=4 if block_size <= _QUANTIZE_TILE else 8,
         enable_fp_fusion=False,
     )
     _refuse_non_finite(w, status, stream)
@@ -507,9 +510,9 @@ def check_storage(op: str, w: NF4Weight) -> None:
     require_contiguous(op, **parts)
 
 
-# Values a program decodes or quantises: 16 bytes of codes a thread of four warps when decoding.
+# Values a program decodes, 16 bytes of codes a thread of four warps, or quantises, 16 a thread.
 _DEQUANTIZE_TILE = 4096
-_QUANTIZE_TILE = 4096
+_QUANTIZE_TILE = 2048
 # Absmax summed at a time, and the most partial sums that the second step adds.
 _SUM_BLOCK = 256
 _SUM_PARTS = 256
