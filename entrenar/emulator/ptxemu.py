@@ -425,6 +425,30 @@ def build_ops():
                 "pred",
                 (ct, ct),
             )
+    # packed comparisons: a predicate for each half
+    for t, value in (("f16", "(f32)ash((u16)({}))"), ("bf16", "bf((u16)({}))")):
+        halves = [(value.format(f"a[l]>>{n}"), value.format(f"b[l]>>{n}")) for n in (0, 16)]
+        for cmp, o in {
+            "eq": "==",
+            "ne": "!=",
+            "lt": "<",
+            "le": "<=",
+            "gt": ">",
+            "ge": ">=",
+        }.items():
+            for unordered in ("", "u"):
+                tests = []
+                for x, y in halves:
+                    nan = f"({x}!={x}||{y}!={y})"
+                    tests.append(f"({x}{o}{y})||{nan}" if unordered else f"({x}{o}{y})&&!{nan}")
+                OPS[f"setp.{cmp}{unordered}.{t}x2"] = (
+                    "{ const u32*a=(const u32*)(R+I->a),*b=(const u32*)(R+I->b); u32 lo_=0,hi_=0; "
+                    f"for(int l=0;l<32;l++){{ lo_|=(u32)({tests[0]})<<l; hi_|=(u32)({tests[1]})<<l; }} "
+                    "u32*d=(u32*)(R+I->d); *d=(*d&~m)|(lo_&m); "
+                    "if(I->x!=NOP_){ u32*q=(u32*)(R+I->x); *q=(*q&~m)|(hi_&m); } } break;",
+                    "pred",
+                    ("u32", "u32"),
+                )
     op("cvta.w", "u64", ("u64",), "A+(u64)I->imm")
     op("testp.finite.f32", "f32", ("f32",), "A")
     del OPS["testp.finite.f32"]
@@ -1532,7 +1556,7 @@ class Program:
             bop = next((x for x in p[2:-1] if x in ("and", "or", "xor")), None)
             d = a[0].split("|")
             nm = f"setp.{cmp}.{ty}"
-            if nm not in OPS or "ftz" in S:
+            if nm not in OPS or "ftz" in S or (ty.endswith("x2") and bop):
                 raise PTXError("setp form")
             w = TW[ty]
             kw = {}

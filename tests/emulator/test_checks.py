@@ -268,3 +268,24 @@ def test_integer_minimum_and_maximum_clamped_at_zero(a: int, b: int, low: int, h
     )
     run(body, arrays=[out])
     assert out.tolist() == [low, high]
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "wanted"),
+    [
+        # two bfloat16 to a word, the low half first: 1.0 is 0x3F80, -1.0 is 0xBF80, NaN is 0x7FC0
+        (0x3F80_BF80, 0x0000_0000, [0, 1]),
+        (0x3F80_3F80, 0x3F80_3F80, [1, 1]),
+        (0x7FC0_3F80, 0x3F80_7FC0, [0, 0]),
+        (0xBF80_3F80, 0x0000_8000, [1, 0]),
+    ],
+)
+def test_packed_comparison(a: int, b: int, wanted: list[int]) -> None:
+    out = words(2)
+    body = (
+        f"mov.u32 %r5, {a}; mov.u32 %r6, {b}; setp.ge.bf16x2 %p1|%p2, %r5, %r6;"
+        "selp.b32 %r7, 1, 0, %p1; selp.b32 %r8, 1, 0, %p2;"
+        "st.global.u32 [%rd0], %r7; st.global.u32 [%rd0+4], %r8;"
+    )
+    run(body, arrays=[out])
+    assert out.tolist() == wanted
