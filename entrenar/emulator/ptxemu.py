@@ -441,14 +441,13 @@ def build_ops():
                 for x, y in halves:
                     nan = f"({x}!={x}||{y}!={y})"
                     tests.append(f"({x}{o}{y})||{nan}" if unordered else f"({x}{o}{y})&&!{nan}")
-                OPS[f"setp.{cmp}{unordered}.{t}x2"] = (
+                code = (
                     "{ const u32*a=(const u32*)(R+I->a),*b=(const u32*)(R+I->b); u32 lo_=0,hi_=0; "
                     f"for(int l=0;l<32;l++){{ lo_|=(u32)({tests[0]})<<l; hi_|=(u32)({tests[1]})<<l; }} "
                     "u32*d=(u32*)(R+I->d); *d=(*d&~m)|(lo_&m); "
-                    "if(I->x!=NOP_){ u32*q=(u32*)(R+I->x); *q=(*q&~m)|(hi_&m); } } break;",
-                    "pred",
-                    ("u32", "u32"),
+                    "if(I->x!=NOP_){ u32*q=(u32*)(R+I->x); *q=(*q&~m)|(hi_&m); } } break;"
                 )
+                OPS[f"setp.{cmp}{unordered}.{t}x2"] = (code, "pred", ("u32", "u32"))
     op("cvta.w", "u64", ("u64",), "A+(u64)I->imm")
     op("testp.finite.f32", "f32", ("f32",), "A")
     del OPS["testp.finite.f32"]
