@@ -10,6 +10,7 @@ from typing import Any
 from entrenar.errors import DTypeError, ShapeMismatchError
 
 __all__ = [
+    "check_alike",
     "check_dtype",
     "check_ndim",
     "check_positive",
@@ -61,6 +62,16 @@ def check_same_dtype(op: str, **arrays: Any) -> None:
     if len(set(names.values())) > 1:
         listed = ", ".join(f"{name} {dtype}" for name, dtype in names.items())
         raise DTypeError(f"{op}: got {listed}, wanted one dtype for all", "cast them to one dtype")
+
+
+def check_alike(op: str, **arrays: Any) -> None:
+    """Refuse arrays that differ from the first in shape or dtype; None is passed over."""
+    first = next(iter(arrays))
+    check_dtype(op, first, arrays[first])
+    for name, array in arrays.items():
+        if array is not None:
+            check_shape(op, name, array, tuple(arrays[first].shape))
+    check_same_dtype(op, **arrays)
 
 
 def check_positive(op: str, name: str, value: float) -> None:

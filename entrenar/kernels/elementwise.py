@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from entrenar.checks import check_dtype, check_ndim, check_same_dtype, check_shape
+from entrenar.checks import check_alike, check_dtype, check_ndim, check_same_dtype, check_shape
 from entrenar.errors import DTypeError
 from entrenar.kernels._launch import (
     cdiv,
@@ -215,7 +215,7 @@ def scale(
         DTypeError: Dtypes differ, or are not fp32, fp16 or bf16.
         LayoutError: An argument is not contiguous.
     """
-    _check("scale", x=x, out=out)
+    check_alike("scale", x=x, out=out)
     _ready("scale", x=x, out=out)
     y = empty(x.shape, x.dtype, like=x) if out is None else out
     _launch_unary("scale", x, y, float(s), stream, scaled=True)
@@ -297,7 +297,7 @@ def bias_add(
         LayoutError: An argument is not contiguous.
     """
     check_ndim("bias_add", "x", x, 2)
-    _check("bias_add", x=x, out=out)
+    check_alike("bias_add", x=x, out=out)
     check_same_dtype("bias_add", x=x, bias=bias)
     check_shape("bias_add", "bias", bias, (x.shape[1],), "one bias per column")
     _ready("bias_add", x=x, bias=bias, out=out)
@@ -369,7 +369,7 @@ def _binary(
     stream: Any,
     multiply: bool,
 ) -> torch.Tensor:
-    _check(op, a=a, b=b, out=out)
+    check_alike(op, a=a, b=b, out=out)
     _ready(op, a=a, b=b, out=out)
     y = empty(a.shape, a.dtype, like=a) if out is None else out
     _launch_binary(op, a, b, y, stream, multiply)
@@ -445,15 +445,6 @@ def _launch_column_sum(
         BLOCK_N=block_n,
         num_warps=4,
     )
-
-
-def _check(op: str, **arrays: torch.Tensor | None) -> None:
-    first = next(iter(arrays))
-    check_dtype(op, first, arrays[first])
-    for name, array in arrays.items():
-        if array is not None:
-            check_shape(op, name, array, tuple(arrays[first].shape))  # type: ignore[union-attr]
-    check_same_dtype(op, **arrays)
 
 
 def _ready(op: str, **tensors: torch.Tensor | None) -> None:

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from entrenar.checks import check_dtype, check_same_dtype, check_shape
+from entrenar.checks import check_alike
 from entrenar.errors import ShapeMismatchError
 from entrenar.kernels._launch import (
     cdiv,
@@ -272,12 +272,8 @@ def softmax_backward(
 
 
 def _check(op: str, **arrays: torch.Tensor | None) -> None:
-    first = next(iter(arrays))
+    check_alike(op, **arrays)
     given = {name: array for name, array in arrays.items() if array is not None}
-    check_dtype(op, first, given[first])
-    for name, array in given.items():
-        check_shape(op, name, array, tuple(given[first].shape))
-    check_same_dtype(op, **given)
     check_floating(op, **given)
     require_contiguous(op, **given)
     prepare(op, *given.values())

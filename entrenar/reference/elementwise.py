@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from entrenar.checks import check_dtype, check_ndim, check_same_dtype, check_shape
+from entrenar.checks import check_alike, check_dtype, check_ndim, check_same_dtype, check_shape
 from entrenar.errors import DTypeError
+from entrenar.reference._results import store
 
 __all__ = [
     "add",
@@ -35,8 +36,8 @@ def add(a: np.ndarray, b: np.ndarray, out: np.ndarray | None = None) -> np.ndarr
         ShapeMismatchError: Shapes differ.
         DTypeError: Dtypes differ or are not floating.
     """
-    _check("add", a=a, b=b, out=out)
-    return _store(a + b, out)
+    check_alike("add", a=a, b=b, out=out)
+    return store(a + b, out)
 
 
 def add_(dst: np.ndarray, src: np.ndarray) -> np.ndarray:
@@ -53,7 +54,7 @@ def add_(dst: np.ndarray, src: np.ndarray) -> np.ndarray:
     check_dtype("add_", "dst", dst)
     check_dtype("add_", "src", src)
     check_shape("add_", "src", src, dst.shape)
-    return _store(dst + src, dst)
+    return store(dst + src, dst)
 
 
 def multiply(a: np.ndarray, b: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
@@ -68,8 +69,8 @@ def multiply(a: np.ndarray, b: np.ndarray, out: np.ndarray | None = None) -> np.
         ShapeMismatchError: Shapes differ.
         DTypeError: Dtypes differ or are not floating.
     """
-    _check("multiply", a=a, b=b, out=out)
-    return _store(a * b, out)
+    check_alike("multiply", a=a, b=b, out=out)
+    return store(a * b, out)
 
 
 def scale(x: np.ndarray, s: float, out: np.ndarray | None = None) -> np.ndarray:
@@ -84,8 +85,8 @@ def scale(x: np.ndarray, s: float, out: np.ndarray | None = None) -> np.ndarray:
         ShapeMismatchError: ``out`` has another shape.
         DTypeError: Dtypes differ or are not floating.
     """
-    _check("scale", x=x, out=out)
-    return _store(x * x.dtype.type(s), out)
+    check_alike("scale", x=x, out=out)
+    return store(x * x.dtype.type(s), out)
 
 
 def bias_add(x: np.ndarray, bias: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
@@ -101,10 +102,10 @@ def bias_add(x: np.ndarray, bias: np.ndarray, out: np.ndarray | None = None) -> 
         DTypeError: Dtypes differ or are not floating.
     """
     check_ndim("bias_add", "x", x, 2)
-    _check("bias_add", x=x, out=out)
+    check_alike("bias_add", x=x, out=out)
     check_same_dtype("bias_add", x=x, bias=bias)
     check_shape("bias_add", "bias", bias, (x.shape[1],), "one bias per column")
-    return _store(x + bias, out)
+    return store(x + bias, out)
 
 
 def bias_backward(grad_y: np.ndarray) -> np.ndarray:
@@ -178,19 +179,3 @@ def _round_bfloat16(x: np.ndarray) -> np.ndarray:
     # a NaN must not be carried over into infinity
     rounded = np.where(np.isnan(x), (bits | 0x00400000) & np.uint32(0xFFFF0000), rounded)
     return rounded.astype(np.uint32).view(np.float32).reshape(x.shape)
-
-
-def _check(op: str, **arrays: np.ndarray | None) -> None:
-    first = next(iter(arrays))
-    check_dtype(op, first, arrays[first])
-    for name, array in arrays.items():
-        if array is not None:
-            check_shape(op, name, array, arrays[first].shape)  # type: ignore[union-attr]
-    check_same_dtype(op, **arrays)
-
-
-def _store(value: np.ndarray, out: np.ndarray | None) -> np.ndarray:
-    if out is None:
-        return value
-    out[...] = value
-    return out

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from entrenar.checks import check_dtype, check_same_dtype, check_shape
+from entrenar.checks import check_alike
 from entrenar.errors import ShapeMismatchError
+from entrenar.reference._results import store
 
 __all__ = ["softmax_backward", "softmax_forward"]
 
@@ -31,7 +32,7 @@ def softmax_forward(
     Numerics: The row maximum is subtracted first, so no finite input overflows. A NaN, or an
         infinity of positive sign after scaling, makes its row NaN unless masked.
     """
-    _check("softmax_forward", x=x, out=out)
+    check_alike("softmax_forward", x=x, out=out)
     if x.ndim < 1 + causal:
         raise ShapeMismatchError(
             f"softmax_forward: x has {x.ndim} dimensions, wanted at least {1 + causal}", ""
@@ -44,7 +45,7 @@ def softmax_forward(
         exponential = np.exp(scaled - np.where(peak == -np.inf, x.dtype.type(0), peak))
         total = np.sum(exponential, axis=-1, keepdims=True)
         y = exponential / np.where(total == 0, x.dtype.type(1), total)
-    return _store(y, out)
+    return store(y, out)
 
 
 def softmax_backward(
@@ -62,26 +63,10 @@ def softmax_backward(
         ShapeMismatchError: Shapes differ.
         DTypeError: Dtypes differ or are not floating.
     """
-    _check("softmax_backward", y=y, grad_y=grad_y, out=out)
+    check_alike("softmax_backward", y=y, grad_y=grad_y, out=out)
     inner = np.sum(grad_y * y, axis=-1, keepdims=True)
-    return _store(y.dtype.type(scale) * y * (grad_y - inner), out)
+    return store(y.dtype.type(scale) * y * (grad_y - inner), out)
 
 
 def _visible(rows: int, n: int) -> np.ndarray:
     return np.arange(n) <= np.arange(rows)[:, None] + (n - rows)
-
-
-def _check(op: str, **arrays: np.ndarray | None) -> None:
-    first = next(iter(arrays))
-    check_dtype(op, first, arrays[first])
-    for name, array in arrays.items():
-        if array is not None:
-            check_shape(op, name, array, arrays[first].shape)  # type: ignore[union-attr]
-    check_same_dtype(op, **arrays)
-
-
-def _store(value: np.ndarray, out: np.ndarray | None) -> np.ndarray:
-    if out is None:
-        return value
-    out[...] = value
-    return out

@@ -6,8 +6,9 @@ import math
 
 import numpy as np
 
-from entrenar.checks import check_dtype, check_same_dtype, check_shape
+from entrenar.checks import check_alike
 from entrenar.errors import ConfigError
+from entrenar.reference._results import store
 
 __all__ = [
     "gelu_backward",
@@ -41,8 +42,8 @@ def swiglu_forward(gate: np.ndarray, up: np.ndarray, out: np.ndarray | None = No
 
     Source: Shazeer, arXiv:2002.05202, equation 6.
     """
-    _check("swiglu_forward", gate=gate, up=up, out=out)
-    return _store(gate * _sigmoid(gate) * up, out)
+    check_alike("swiglu_forward", gate=gate, up=up, out=out)
+    return store(gate * _sigmoid(gate) * up, out)
 
 
 def swiglu_backward(
@@ -66,7 +67,7 @@ def swiglu_backward(
         ShapeMismatchError: Shapes differ.
         DTypeError: Dtypes differ, or are not floating.
     """
-    _check("swiglu_backward", gate=gate, up=up, grad_y=grad_y)
+    check_alike("swiglu_backward", gate=gate, up=up, grad_y=grad_y)
     sigmoid = _sigmoid(gate)
     grad_gate = grad_y * up * _silu_slope(gate)
     grad_up = grad_y * (gate * sigmoid)
@@ -85,7 +86,7 @@ def silu_forward(x: np.ndarray) -> np.ndarray:
 
     Source: Elfwing et al., arXiv:1702.03118.
     """
-    _check("silu_forward", x=x)
+    check_alike("silu_forward", x=x)
     return x * _sigmoid(x)
 
 
@@ -96,7 +97,7 @@ def silu_backward(grad_y: np.ndarray, x: np.ndarray) -> np.ndarray:
         ShapeMismatchError: Shapes differ.
         DTypeError: Dtypes differ, or are not floating.
     """
-    _check("silu_backward", x=x, grad_y=grad_y)
+    check_alike("silu_backward", x=x, grad_y=grad_y)
     return grad_y * _silu_slope(x)
 
 
@@ -113,7 +114,7 @@ def gelu_forward(x: np.ndarray, approximate: str = "none") -> np.ndarray:
 
     Source: Hendrycks and Gimpel, arXiv:1606.08415, section 2.
     """
-    _check("gelu_forward", x=x)
+    check_alike("gelu_forward", x=x)
     return x * _gelu_gate("gelu_forward", x, approximate)
 
 
@@ -125,7 +126,7 @@ def gelu_backward(grad_y: np.ndarray, x: np.ndarray, approximate: str = "none") 
         DTypeError: Dtypes differ, or are not floating.
         ConfigError: ``approximate`` is neither ``"none"`` nor ``"tanh"``.
     """
-    _check("gelu_backward", x=x, grad_y=grad_y)
+    check_alike("gelu_backward", x=x, grad_y=grad_y)
     gate = _gelu_gate("gelu_backward", x, approximate)
     if approximate == "none":
         slope = np.exp(-0.5 * np.square(x)) / math.sqrt(2 * math.pi)
@@ -141,7 +142,7 @@ def relu_forward(x: np.ndarray) -> np.ndarray:
     Raises:
         DTypeError: ``x`` is not floating.
     """
-    _check("relu_forward", x=x)
+    check_alike("relu_forward", x=x)
     return np.maximum(x, 0)
 
 
@@ -152,7 +153,7 @@ def relu_backward(grad_y: np.ndarray, x: np.ndarray) -> np.ndarray:
         ShapeMismatchError: Shapes differ.
         DTypeError: Dtypes differ, or are not floating.
     """
-    _check("relu_backward", x=x, grad_y=grad_y)
+    check_alike("relu_backward", x=x, grad_y=grad_y)
     return np.where(x > 0, grad_y, 0).astype(x.dtype)
 
 
@@ -176,19 +177,3 @@ def _gelu_gate(op: str, x: np.ndarray, approximate: str) -> np.ndarray:
         tail = [math.erfc(-value * math.sqrt(0.5)) / 2 for value in x.ravel().tolist()]
         return np.array(tail, dtype=x.dtype).reshape(x.shape)
     raise ConfigError(f"{op}: approximate is {approximate!r}, wanted 'none' or 'tanh'", "")
-
-
-def _check(op: str, **arrays: np.ndarray | None) -> None:
-    first = next(iter(arrays))
-    check_dtype(op, first, arrays[first])
-    for name, array in arrays.items():
-        if array is not None:
-            check_shape(op, name, array, arrays[first].shape)  # type: ignore[union-attr]
-    check_same_dtype(op, **arrays)
-
-
-def _store(value: np.ndarray, out: np.ndarray | None) -> np.ndarray:
-    if out is None:
-        return value
-    out[...] = value
-    return out
