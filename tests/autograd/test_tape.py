@@ -137,8 +137,10 @@ def test_freeing_a_long_chain_without_backward_does_not_recurse() -> None:
         y = x
         for _ in range(10_000):
             y = ops.reshape(y, (1,))
+    alive = weakref.ref(y)
     del tape, y
     gc.collect()
+    assert alive() is None
 
 
 def test_gradient_buffers_are_not_shared() -> None:
