@@ -64,8 +64,7 @@ test: $(VENV)/.test $(VENV)/.model
 	$(BIN)/python -m pytest tests
 
 prove: $(VENV)/.peers $(VENV)/.model
-	mkdir -p perf/results
-	ENTRENAR_PROVE=1 $(BIN)/python -m pytest tests --junit-xml=perf/results/prove.xml
+	$(BIN)/python -m perf prove
 
 lint: $(VENV)/.lint $(VENV)/.test
 	$(BIN)/ruff check .

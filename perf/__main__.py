@@ -6,6 +6,7 @@ traffic   bytes each op loads and stores in the emulator, over the floor
 counters  instructions, sectors and bank conflicts in the emulator; races and unset memory
 step      one QLoRA training step on a real model, beside its floor
 gpu       the tests and every timing that needs a GPU
+prove     every test at full counts; the record is kept in perf/results/prove.json
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import sys
 
 from entrenar.errors import EntrenarError
 
-COMMANDS = ("static", "traffic", "counters", "step", "gpu")
+COMMANDS = ("static", "traffic", "counters", "step", "gpu", "prove")
 
 
 def main(arguments: list[str]) -> int:
