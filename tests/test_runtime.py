@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from entrenar import runtime
-from entrenar.errors import ConfigError, CudaNotAvailableError, MissingExtraError
+from entrenar.errors import ConfigError, CudaNotAvailableError, DeviceError, MissingExtraError
 
 
 def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -94,6 +94,23 @@ def test_import_works_without_triton() -> None:
     )
     done = run(code)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_storage_decides_not_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    # https://github.com/AnswerDotAI/ModernBERT/issues/152
+    import torch
+
+    from entrenar.optable import call
+
+    monkeypatch.delenv("ENTRENAR_BACKEND", raising=False)
+    monkeypatch.setattr(runtime, "cuda_available", lambda: True)
+    monkeypatch.setattr(runtime, "triton_available", lambda: True)
+    heard: list[runtime.LaunchRecord] = []
+    with runtime.listening(heard.append):
+        assert call("add", torch.ones(2), torch.ones(2)).tolist() == [2.0, 2.0]
+    assert [record.where for record in heard] == ["numpy"]
+    with pytest.raises(DeviceError, match="arguments lie on cpu and meta, wanted one device"):
+        call("add", torch.ones(2), torch.ones(2, device="meta"))
 
 
 def test_cuda_without_a_gpu_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

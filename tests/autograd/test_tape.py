@@ -157,6 +157,31 @@ def test_gradient_buffers_are_not_shared() -> None:
     assert grad_of(y) == [1.0, 1.0]
 
 
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_loss_does_not_write_over_what_another_op_saved(overwrite: bool) -> None:
+    """https://github.com/linkedin/Liger-Kernel/issues/272: softmax's output became a gradient."""
+    start = np.sin(np.arange(64.0)).reshape(8, 8)
+
+    def value(at: np.ndarray) -> float:
+        y = np.exp(at) / np.exp(at).sum(1, keepdims=True)
+        return float((np.log(np.exp(y).sum(1)) - np.diag(y)).sum() + (y * y).sum())
+
+    x = Tensor(start.copy(), requires_grad=True)
+    with Tape(overwrite_activations=overwrite) as tape:
+        y = ops.softmax(x)
+        before = y.numpy().copy()
+        loss, _ = ops.cross_entropy(y, np.arange(8))
+        both = ops.add(loss, total(ops.multiply(y, y)))
+    assert both.item() == pytest.approx(value(start), rel=1e-12)
+    tape.backward(both)
+    steps = 1e-3 * np.eye(64).reshape(64, 8, 8)
+    wanted = np.array([(value(start + h) - value(start - h)) / 2e-3 for h in steps]).reshape(8, 8)
+    assert x.grad is not None
+    np.testing.assert_allclose(x.grad.numpy(), wanted, rtol=0, atol=1e-5)
+    if not overwrite:
+        np.testing.assert_array_equal(y.numpy(), before)
+
+
 def test_gradients_accumulate_over_backwards() -> None:
     x = leaf(2.0)
     for _ in range(3):

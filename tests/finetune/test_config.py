@@ -6,9 +6,11 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+import torch
 
 from entrenar.errors import ConfigError
 from entrenar.finetune.config import InstructConfig
+from entrenar.optable import call
 
 DEFAULTS = {
     "lora_rank": 16,
@@ -109,6 +111,18 @@ def test_settings_that_exclude_each_other() -> None:
         InstructConfig(warmup_steps=5, warmup_ratio=0.1)
     with pytest.raises(ConfigError, match="double_quant"):
         InstructConfig(double_quant=True)
+
+
+def test_a_clip_of_zero_is_refused_and_none_is_off() -> None:
+    """https://github.com/OpenNMT/OpenNMT-py/issues/1140"""
+    with pytest.raises(
+        ConfigError, match=r"gradient_clip_norm is 0, wanted a number above 0 or none"
+    ):
+        InstructConfig(gradient_clip_norm=0)
+    assert InstructConfig(gradient_clip_norm=None).gradient_clip_norm is None
+    flat = torch.tensor([3.0, 4.0])
+    _, factor, skip = call("clip_factor", flat, None)
+    assert (factor.item(), skip.item(), flat.tolist()) == (1.0, 0, [3.0, 4.0])
 
 
 def test_an_unknown_key_names_the_nearest() -> None:

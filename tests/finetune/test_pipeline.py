@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,17 @@ def test_the_clip_is_applied(tiny_model: Path) -> None:
     assert norm > 0.01
     assert moves[0] == pytest.approx(norm, rel=1e-4)
     assert moves[1] == pytest.approx(0.01, rel=1e-4)
+
+
+def test_decay_reaches_nothing_but_the_adapters(make_model: Callable[..., Path]) -> None:
+    """https://github.com/huggingface/transformers/issues/35927: norms and biases shrank."""
+    pipeline = make(make_model(), weight_decay=0.1)
+    weights = pipeline.model.named_weights()
+    before = {name: w.data.clone() for name, w in weights.items() if hasattr(w, "data")}
+    assert any("layernorm" in name for name in before)
+    pipeline.train_batch(PAIRS)
+    for name, old in before.items():
+        assert torch.equal(weights[name].data, old), name
 
 
 def test_a_first_adapter_leaves_the_model_as_it_was_and_then_learns(tiny_model: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import subprocess
@@ -157,6 +158,18 @@ def test_the_checkpoint_holds_moments_and_step(tiny_model: Path, tmp_path: Path)
     assert all(np.any(saved[name]) for name in ("params", "m", "v"))
 
 
+def test_a_bf16_model_is_resumed_with_float32_moments(tiny_model: Path, tmp_path: Path) -> None:
+    """https://github.com/pytorch/pytorch/issues/43706"""
+    make(tiny_model, tmp_path / "whole", dtype="bfloat16").run()
+    stopped_after(3, tiny_model, tmp_path / "parts", dtype="bfloat16")
+    state = tmp_path / "parts" / "checkpoints" / "step-000003" / "state.safetensors"
+    saved = load_file(state)
+    assert {saved[name].dtype.name for name in ("params", "m", "v")} == {"float32"}
+    assert saved["step"].dtype == np.int64
+    make(tiny_model, tmp_path / "parts", dtype="bfloat16").run(resume=True)
+    assert adapter(tmp_path / "whole") == adapter(tmp_path / "parts")
+
+
 def test_other_settings_or_data_are_not_resumed(tiny_model: Path, tmp_path: Path) -> None:
     """https://github.com/vllm-project/speculators/issues/900"""
     stopped_after(3, tiny_model, tmp_path)
@@ -245,6 +258,26 @@ def test_steps_that_stay_not_finite_stop_the_run(tiny_model: Path, tmp_path: Pat
     found, _ = latest_checkpoint(tmp_path / "checkpoints")
     assert found is not None
     assert found.arrays["step"].tolist() == [5]
+
+
+def test_the_step_after_one_that_is_not_finite_trains(tiny_model: Path, tmp_path: Path) -> None:
+    """https://github.com/paiml/aprender/issues/563"""
+    run = make(tiny_model, tmp_path, heldout=[], max_steps=10)
+    weight = run.pipeline.model.named_weights()["model.norm.weight"].data
+    kept = float(weight[0])
+    params: list[np.ndarray] = []
+
+    def spoil(row: Any) -> None:
+        weight[0] = math.inf if row["step"] == 2 else kept
+        params.append(run.pipeline.adapters.params.numpy().copy())
+
+    run.on_row = spoil
+    result = run.run()
+    assert (result.steps, result.non_finite) == (10, 1)
+    unchanged = [np.array_equal(a, b) for a, b in itertools.pairwise(params[:10])]
+    assert unchanged == [False, True] + [False] * 7
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert [row["step"] for row in rows if "loss" not in row] == [3]
 
 
 def test_without_matplotlib_the_run_is_not_lost(

@@ -46,6 +46,14 @@ def test_bf16_operands_are_not_read_as_integers(device: str) -> None:
     assert (to_float64(gemm.gemm_forward(ones, ones)) == 16).all()
 
 
+def test_float32_products_keep_the_bits_that_tf32_drops(device: str) -> None:
+    """https://github.com/triton-lang/triton/issues/1800: entries 1 + k/4096 lost their last bits."""
+    a = 1 + np.arange(64 * 64).reshape(64, 64) / 4096
+    b = a[::-1].copy()
+    got = gemm.gemm_forward(*(torch.from_numpy(x).float().to(device) for x in (a, b)))
+    np.testing.assert_allclose(to_float64(got), a @ b, rtol=1e-5)
+
+
 def test_zero_rows_give_a_zero_weight_gradient(device: str) -> None:
     """https://github.com/pytorch/pytorch/issues/34202: an empty batch lost its weight's gradient."""
     x, grad = torch.zeros(0, 2100, device=device), torch.zeros(0, 3, device=device)
