@@ -1,7 +1,8 @@
-"""Options and counts every test shares; the interpreted suite, started beside the rest.
+"""Options and counts every test shares; the op suite's slow backends, run beside the rest.
 
-Triton decides at import whether kernels are interpreted, so the interpreted part of the op suite runs
-in a process of its own, started with the session and collected by ``tests/test_interpreted.py``.
+Triton decides at import whether kernels are interpreted, so the interpreted part of the op suite needs a
+process of its own. A run of all tests starts one with the session, has it run the emulated part too, so
+that two cores work, and collects both in ``tests/test_child_suites.py``.
 """
 
 from __future__ import annotations
@@ -9,13 +10,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 BACKENDS = ("cpu", "ptx", "interpret", "cuda")
+CHILDREN = ("interpret", "ptx")
+DELEGATES = pytest.StashKey[bool]()
 PROVE = os.environ.get("ENTRENAR_PROVE", "") not in ("", "0")
 
 
@@ -28,6 +31,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def runs_everything(config: pytest.Config) -> bool:
+    """Whether all of ``tests`` was asked for, and no backend: then children run their part."""
+    if config.getoption("--backend") or config.getoption("keyword") or config.getoption("markexpr"):
+        return False
+    here = Path(__file__).resolve().parent
+    return any(Path(arg.split("::")[0]).resolve() in (here, here.parent) for arg in config.args)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     # Two test processes share two cores; BLAS threads on top would only contend.
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
@@ -35,6 +46,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if "interpret" in (config.getoption("--backend") or ()):
         os.environ["ENTRENAR_BACKEND"] = "triton"
         os.environ["TRITON_INTERPRET"] = "1"
+    if runs_everything(config):
+        config.option.backend = [b for b in BACKENDS if b not in CHILDREN]
+        config.stash[DELEGATES] = True
 
 
 @pytest.fixture(scope="session")
@@ -43,41 +57,62 @@ def counts() -> Callable[[int, int], int]:
     return lambda reduced, full: full if PROVE else reduced
 
 
-class Child:
-    """The interpreted suite in a process of its own, its output in a file."""
+class Children:
+    """The op suite on the backends of ``CHILDREN``, one after the other, in processes of their own."""
 
-    def __init__(self, root: Path, log: Path) -> None:
-        self.log = log
-        environment = {**os.environ, "ENTRENAR_BACKEND": "triton", "TRITON_INTERPRET": "1"}
-        command = [sys.executable, "-m", "pytest", "tests/ops", "--backend=interpret", "-q"]
+    def __init__(self, root: Path, folder: Path) -> None:
+        self.root, self.folder = root, folder
+        self.process: subprocess.Popen[bytes] | None = None
+        self.codes: dict[str, int] = {}
+        self.thread = threading.Thread(target=self._run_all, daemon=True)
+        self.stopped = False
+        self.thread.start()
+
+    def _run_all(self) -> None:
+        for backend in CHILDREN:
+            if not self.stopped:
+                self.codes[backend] = self._run(backend)
+
+    def _run(self, backend: str) -> int:
+        environment = {k: v for k, v in os.environ.items() if k != "ENTRENAR_BACKEND"}
+        if backend == "interpret":
+            environment |= {"ENTRENAR_BACKEND": "triton", "TRITON_INTERPRET": "1"}
+        command = [sys.executable, "-m", "pytest", "tests/ops", f"--backend={backend}", "-q"]
         command += ["-p", "no:cacheprovider", "-x" if not PROVE else "--maxfail=20"]
-        with log.open("w") as out:
+        with (self.folder / backend).open("wb") as log:
             self.process = subprocess.Popen(
-                command, cwd=root, env=environment, stdout=out, stderr=subprocess.STDOUT
+                command, cwd=self.root, env=environment, stdout=log, stderr=subprocess.STDOUT
             )
+            return self.process.wait()
 
-    def wait(self) -> tuple[int, str]:
-        """Return the exit code and all output."""
-        return self.process.wait(), self.log.read_text()
+    def wait(self, backend: str) -> tuple[int, str]:
+        """Return the exit code and all output of a backend's run."""
+        self.thread.join()
+        return self.codes[backend], (self.folder / backend).read_text()
+
+    def stop(self) -> None:
+        """End what still runs."""
+        self.stopped = True
+        if self.process is not None and self.process.poll() is None:
+            self.process.kill()
+        self.thread.join()
 
 
 @pytest.fixture(scope="session", autouse=True)
-def interpreted(
+def children(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Any]:
-    """The child that runs the suite interpreted; None where the test for it is not selected."""
-    wanted = any("test_interpreted" in item.nodeid for item in request.session.items)
-    if not wanted or request.config.getoption("--backend"):
+) -> Iterator[Children | None]:
+    """The runs beside this one; None where the tests asked for are not all."""
+    if not request.config.stash.get(DELEGATES, False):
         yield None
         return
-    child = Child(request.config.rootpath, tmp_path_factory.mktemp("interpreted") / "log.txt")
+    started = Children(request.config.rootpath, tmp_path_factory.mktemp("children"))
     try:
-        yield child
+        yield started
     finally:
-        child.process.kill()
-        child.process.wait()
+        started.stop()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Collect the child last, so that both processes work until then."""
-    items.sort(key=lambda item: "test_interpreted" in item.nodeid)
+    """Collect the children last, so that both processes work until then."""
+    items.sort(key=lambda item: "test_child_suites" in item.nodeid)

@@ -48,11 +48,12 @@ def why_not(backend: str, chosen: list[str] | None) -> str | None:
     """Return why a backend does not run in this process, or None."""
     interpreting = os.environ.get("ENTRENAR_BACKEND") == "triton"
     if chosen and backend not in chosen:
-        return "another backend was chosen"
+        apart = backend in ("interpret", "ptx")
+        return "see tests/test_child_suites.py" if apart else "another backend was chosen"
     if backend == "cuda":
         return None if torch.cuda.is_available() else "no CUDA device"
     if backend == "interpret":
-        return None if interpreting else "runs in a process of its own: tests/test_interpreted.py"
+        return None if interpreting else "runs in a process of its own: tests/test_child_suites.py"
     if backend == "ptx":
         if interpreting:
             return "kernels of this process are interpreted"
