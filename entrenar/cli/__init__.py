@@ -8,14 +8,16 @@ interrupted.
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 
-from entrenar.errors import EntrenarError
+from entrenar.errors import DeviceError, EntrenarError
 
 __all__ = ["main"]
 
 INTERRUPTED = 130
+_OLDEST_TORCH = (2, 11)  # as pyproject.toml states it
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,3 +50,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         print(f"entrenar: error: {error.strerror}: {error.filename}", file=sys.stderr)
         return 1
+    except (ImportError, AttributeError):
+        problem = _torch_problem()
+        if problem is None:
+            raise
+        print(f"entrenar: error: {problem}", file=sys.stderr)
+        return DeviceError.exit_code
+
+
+def _torch_problem() -> str | None:
+    """Return why nothing that needs torch can run here, or None; asked only after a failed import."""
+    wanted = ".".join(map(str, _OLDEST_TORCH))
+    hint = f"install it with pip install 'torch>={wanted}'"
+    try:
+        import torch
+    except ImportError as error:
+        return f"torch cannot be imported: {error}; {hint}"
+    found = str(torch.__version__)
+    numbers = tuple(int(n) for n in re.findall(r"\d+", found)[:2])
+    return (
+        f"torch is {found}, wanted at least {wanted}; {hint}" if numbers < _OLDEST_TORCH else None
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -393,6 +394,39 @@ def test_help_is_quick_and_needs_no_torch() -> None:
     assert time.process_time() - started < 2
     assert "--gradient-clip-norm X" in done.stdout
     assert "(default q_proj,v_proj)" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("stand_in", "what"),
+    [
+        ("None", "torch cannot be imported: .*; install it with pip install 'torch>="),
+        ("types.ModuleType('torch')", "torch is 2.1.0, wanted at least 2"),
+    ],
+)
+def test_torch_that_is_missing_or_old_is_one_sentence(
+    pairs_file: Path, tmp_path: Path, stand_in: str, what: str
+) -> None:
+    """https://github.com/hiyouga/EasyR1/issues/439"""
+    arguments = train(tmp_path, pairs_file, tmp_path / "run")
+    code = (
+        f"import sys, types; torch = sys.modules['torch'] = {stand_in}\n"
+        "if torch: torch.__version__ = '2.1.0'\n"
+        "import entrenar; from entrenar.cli import main\n"
+        f"assert entrenar.InstructConfig().lora_rank == 16\nsys.exit(main({arguments!r}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 3
+    (line,) = done.stderr.splitlines()
+    assert re.search(what, line), line
+
+
+def test_the_oldest_torch_is_that_of_the_package() -> None:
+    from entrenar import cli
+
+    stated = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert f"torch>={'.'.join(map(str, cli._OLDEST_TORCH))}" in stated
 
 
 def test_every_command_listed_exists() -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from entrenar import GenerateConfig, InstructConfig, InstructPipeline
+from entrenar import GenerateConfig, InstructConfig, InstructPipeline, Stream, runtime
 from entrenar.errors import AdapterError
 from entrenar.finetune.chat import Example
 
@@ -89,6 +89,23 @@ def test_the_clip_is_applied(tiny_model: Path) -> None:
     assert norm > 0.01
     assert moves[0] == pytest.approx(norm, rel=1e-4)
     assert moves[1] == pytest.approx(0.01, rel=1e-4)
+
+
+@pytest.mark.parametrize("what", ["train_batch", "evaluate"])
+def test_a_step_follows_what_the_caller_wrote_and_the_caller_follows_it(
+    tiny_model: Path, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights and adapters are loaded on the caller's stream, the step runs on another."""
+    pipeline = make(tiny_model)
+    waits: list[tuple[Stream, Stream | None]] = []
+    monkeypatch.setattr(Stream, "wait_event", lambda self, e: waits.append((self, e.stream)))
+    launches: list[runtime.LaunchRecord] = []
+    with Stream("cpu") as mine, runtime.listening(launches.append):
+        getattr(pipeline, what)(PAIRS)
+    (stream,) = {record.stream for record in launches}
+    assert stream != mine
+    assert waits[0] == (stream, mine)
+    assert waits[-1] == (mine, stream)
 
 
 def test_decay_reaches_nothing_but_the_adapters(make_model: Callable[..., Path]) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from entrenar import runtime
 from entrenar.autograd import Stream, Tape, Tensor, no_grad, ops
+from entrenar.autograd.tape import forked
 from entrenar.errors import AdapterError, AllocationFailedError, CheckpointError
 from entrenar.finetune.chat import ChatEncoder, Example
 from entrenar.finetune.config import InstructConfig
@@ -188,7 +189,7 @@ class InstructPipeline:
         """Return the loss, the gradient norm before clipping, and whether parameters changed."""
         sums = []
         # What is not finite is found in the loss and the norm below, not by NumPy's warnings.
-        with self._stream, np.errstate(all="ignore"):
+        with forked(self._stream), np.errstate(all="ignore"):
             self.adapters.zero_grad()
             for number, batch in enumerate(micro_batches):
                 packed = pack(batch, self.device)
@@ -290,7 +291,7 @@ class InstructPipeline:
             if should_stop():
                 break
             batch = examples[at : at + size]
-            with self._stream, no_grad(), np.errstate(all="ignore"):
+            with forked(self._stream), no_grad(), np.errstate(all="ignore"):
                 loss_sum, rows = self._loss(pack(batch, self.device), 1.0, False, None)
                 summed += loss_sum.item()
             counted += rows
@@ -309,7 +310,7 @@ class InstructPipeline:
             prompt_ids: Tokens of the prompt; :meth:`chat_ids` makes them of a question.
             config: How to sample; the defaults where not given.
         """
-        with self._stream, no_grad():
+        with forked(self._stream), no_grad():
             return generate(self.model, list(prompt_ids), config or GenerateConfig())
 
     def chat_ids(self, question: str, system: str | None = None) -> list[int]:
