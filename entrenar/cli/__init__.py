@@ -48,7 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
-        print(f"entrenar: error: {error.strerror}: {error.filename}", file=sys.stderr)
+        # An error of a stream, such as standard output on a full disk, has no file name.
+        where = "" if error.filename is None else f": {error.filename}"
+        print(f"entrenar: error: {error.strerror or error}{where}", file=sys.stderr)
         return 1
     except (ImportError, AttributeError):
         problem = _torch_problem()

@@ -76,6 +76,7 @@ class Session:
             eval_every=self.settings.eval_every,
             skipped=len(train.skipped),
             on_row=self._row,
+            on_notice=self.console.notice,
         )
         before = [] if self.resume else self._answers(pipeline)
         result = self._train(training)
@@ -253,8 +254,6 @@ class Session:
                 signal.signal(number, handler)
 
     def _report(self, pipeline: InstructPipeline, result: RunResult, before: list[str]) -> int:
-        for notice in result.notices:
-            self.console.notice(notice)
         if result.non_finite:
             self.console.notice(
                 f"{result.non_finite} of {result.steps} steps were not finite and changed nothing"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 from entrenar.cli.config_flags import config_from
@@ -85,7 +86,24 @@ def run(arguments: argparse.Namespace) -> int:
         file = str(folder.config)  # the run's own settings, so that --output --resume is enough
     config, table = config_from(arguments, file)
     settings = RunSettings.resolve(arguments, table)
+    if arguments.resume:
+        _check_model(folder, settings.model)
     return train(config, settings, folder, resume=arguments.resume, show=arguments.show)
+
+
+def _check_model(folder: RunFolder, model: str) -> None:
+    """Refuse to continue a run on a model that is not the one it began with, where both are here.
+
+    Raises:
+        ConfigError: They differ.
+    """
+    earlier = folder.run_settings().get("model")
+    paths = [Path(str(path)) for path in (earlier, model)]
+    if earlier and all(path.exists() for path in paths) and not paths[0].samefile(paths[1]):
+        raise ConfigError(
+            f"the run in {folder.path} began with the model {earlier}, not {model}",
+            "resume without --model, or start a new run with --overwrite",
+        )
 
 
 def train(

@@ -77,6 +77,7 @@ class TrainingRun:
         eval_every: Steps between evaluations; 0 evaluates before and after only.
         skipped: Samples that truncation left without a response, for the metrics.
         on_row: Called with each row of metrics as it is written.
+        on_notice: Called with each of the result's notices as it arises.
 
     Raises:
         DataError: There is nothing to train on.
@@ -94,6 +95,7 @@ class TrainingRun:
         eval_every: int = 0,
         skipped: int = 0,
         on_row: Callable[[Mapping[str, Any]], None] = lambda row: None,
+        on_notice: Callable[[str], None] = lambda notice: None,
     ) -> None:
         if not train:
             raise DataError("there are no samples to train on", "give at least one")
@@ -107,6 +109,7 @@ class TrainingRun:
         self.eval_every = eval_every
         self.skipped = skipped
         self.on_row = on_row
+        self.on_notice = on_notice
         self.lengths = [len(example) for example in train]
         self.total_steps = total_steps(self.lengths, self.config)
         self.schedule = LearningRate.from_config(self.config, self.total_steps)
@@ -146,14 +149,18 @@ class TrainingRun:
         self.result.seconds = time.perf_counter() - started
         return self.result
 
+    def _notice(self, text: str) -> None:
+        self.result.notices.append(text)
+        self.on_notice(text)
+
     # beginning
 
     def _resume_point(self) -> Checkpoint | None:
         found, passed = latest_checkpoint(self.folder.checkpoints)
         for name in passed:
-            self.result.notices.append(f"the checkpoint {name} is incomplete and was passed over")
+            self._notice(f"the checkpoint {name} is incomplete and was passed over")
         if found is None:
-            self.result.notices.append(
+            self._notice(
                 f"{self.folder.checkpoints} holds no complete checkpoint: the run starts over"
             )
             return None
@@ -201,7 +208,7 @@ class TrainingRun:
         self.result.steps = found.step
         self.result.eval_before = found.state["eval_before"]
         self.result.non_finite = found.state["non_finite"]
-        self.result.notices.append(f"continued from {found.path} after step {found.step}")
+        self._notice(f"continued from {found.path} after step {found.step}")
 
     # steps
 
@@ -306,7 +313,7 @@ class TrainingRun:
         try:
             plot_loss(read_metrics(self.folder.metrics), self.folder.plot, self.folder.path.name)
         except EntrenarError as error:
-            self.result.notices.append(f"loss.png was not drawn: {error}")
+            self._notice(f"loss.png was not drawn: {error}")
 
     def _last_epoch(self) -> float:
         rows = [row for row in read_metrics(self.folder.metrics) if "epoch" in row]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -362,6 +364,37 @@ def test_interrupt_saves_and_resume_gives_the_uninterrupted_run(
         for n in ("whole", "parts")
     ]
     assert files[0] == files[1]
+
+
+def test_resume_refuses_another_model_and_says_at_once_where_it_continues(
+    tiny_model: Path, pairs_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, steps = tmp_path / "run", ["--max-steps", "4", "--save-every", "2", "--answers", "0"]
+    assert main(train(tiny_model, pairs_file, run, *steps)) == 0
+    shutil.rmtree(run / "adapter")  # as if it had ended in between
+    shutil.rmtree(run / "checkpoints" / "step-000004")
+    metrics = (run / "metrics.jsonl").read_bytes()
+    other = tmp_path / "other"
+    shutil.copytree(tiny_model, other)
+    resume = ["train", "--output", str(run), "--resume"]
+    assert main([*resume, "--model", str(other)]) == 2
+    assert f"began with the model {tiny_model}, not {other}" in capsys.readouterr().err
+    assert (run / "metrics.jsonl").read_bytes() == metrics
+    assert main([*resume, "--model", f"{tiny_model}/."]) == 0
+    text = capsys.readouterr().out
+    assert text.count("note: continued from") == 1
+    assert text.index("note: continued from") < text.index("step 3/4")
+
+
+def test_an_error_of_a_stream_has_no_file_name(
+    pairs_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*rest: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("entrenar.cli.console.Console.facts", full)
+    assert main(["inspect", str(pairs_file)]) == 1
+    assert capsys.readouterr().err == f"entrenar: error: {os.strerror(errno.ENOSPC)}\n"
 
 
 def test_a_terminal_of_another_encoding(tiny_model: Path, pairs_file: Path, tmp_path: Path) -> None:
