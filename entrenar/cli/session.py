@@ -54,13 +54,21 @@ class Session:
 
     def run(self, show: int) -> int:
         """Check, load, train, report; return the exit code."""
-        from entrenar.finetune.instruct_pipeline import InstructPipeline
-        from entrenar.finetune.training_run import TrainingRun
-
         device = runtime.resolve_device(self.config.device)
+        empty = self.folder.is_empty
         train, heldout, tokenizer = self._data()
         for example in train.examples[:show]:
             self.console.masked(_pieces(example, tokenizer))
+        with self.folder.claimed():
+            if empty:  # unless a run that began in the meantime has written to it
+                self.folder.check()
+            return self._run(train, heldout, device)
+
+    def _run(self, train: EncodedCorpus, heldout: EncodedCorpus | None, device: str) -> int:
+        """Load, train, report; return the exit code."""
+        from entrenar.finetune.instruct_pipeline import InstructPipeline
+        from entrenar.finetune.training_run import TrainingRun
+
         self.console.status("reading the model")
         started = time.perf_counter()
         pipeline = InstructPipeline.from_pretrained(self.settings.model, self.config)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +84,38 @@ class RunFolder:
                 f"the run in {self.path} is complete, there is nothing to resume",
                 "replace it with --overwrite, or choose another folder",
             )
+
+    @contextlib.contextmanager
+    def claimed(self) -> Iterator[None]:
+        """Make the folder and keep other processes' runs out of it inside the block.
+
+        Raises:
+            ConfigError: Another run is writing into it, or it cannot be made.
+        """
+        try:
+            import fcntl
+        except ImportError:  # not on this system
+            yield
+            return
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self.path, os.O_RDONLY)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot write into {self.path}: {error.strerror}", "choose another --output"
+            ) from error
+        try:
+            with contextlib.suppress(OSError):  # of a file system without locks
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    raise ConfigError(
+                        f"another run is writing into {self.path}",
+                        "wait for its end, or choose another --output",
+                    ) from None
+            yield
+        finally:
+            os.close(descriptor)
 
     def run_settings(self) -> dict[str, Any]:
         """Return the table ``[run]`` of the earlier run; empty where there is none."""

@@ -386,6 +386,22 @@ def test_resume_refuses_another_model_and_says_at_once_where_it_continues(
     assert text.index("note: continued from") < text.index("step 3/4")
 
 
+def test_of_two_runs_at_once_in_one_folder_the_second_is_refused(
+    tiny_model: Path, pairs_file: Path, tmp_path: Path
+) -> None:
+    arguments = train(tiny_model, pairs_file, tmp_path / "run", "--max-steps", "20")
+    command = [sys.executable, "-m", "entrenar", *arguments]
+    both = [
+        subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        for _ in range(2)
+    ]
+    errors = sorted(process.communicate()[1] for process in both)
+    assert sorted(process.returncode for process in both) == [0, 2]
+    assert errors[0] == b""
+    assert b"another run is writing into" in errors[1] or b"holds an earlier run" in errors[1]
+    assert len(read_metrics(tmp_path / "run" / "metrics.jsonl")) == 20
+
+
 def test_an_error_of_a_stream_has_no_file_name(
     pairs_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
