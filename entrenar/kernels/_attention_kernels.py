@@ -200,11 +200,17 @@ def _attention_forward_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     UPCAST_DOT: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
     """Compute BLOCK_M rows of the output of one head, and their logsumexp."""
     # The last blocks of a causal segment see the most keys: start them first.
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
+    if WIDE:  # a segment of more than 2^31 elements; otherwise registers are better spent
+        stride_qt = tl.cast(stride_qt, tl.int64)
+        stride_kt = tl.cast(stride_kt, tl.int64)
+        stride_vt = tl.cast(stride_vt, tl.int64)
+        stride_ot = tl.cast(stride_ot, tl.int64)
     segment, q0, k0, n_queries, n_keys = 0, 0, 0, n_rows_q, n_rows_k
     if SEGMENTS:
         segment, block = _find_block(cu_q_ptr, n_segments, block, SEGMENTS, BLOCK_M)
@@ -340,10 +346,17 @@ def _attention_key_gradient_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     UPCAST_DOT: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
     """Compute dK and dV of BLOCK_N keys of one head, over all query heads that read it, in order."""
     block = tl.program_id(0)  # the first keys of a causal segment are seen by the most queries
     head = tl.program_id(1).to(tl.int64)
+    if WIDE:  # a segment of more than 2^31 elements; otherwise registers are better spent
+        stride_qt = tl.cast(stride_qt, tl.int64)
+        stride_kt = tl.cast(stride_kt, tl.int64)
+        stride_vt = tl.cast(stride_vt, tl.int64)
+        stride_gt = tl.cast(stride_gt, tl.int64)
+        stride_dt = tl.cast(stride_dt, tl.int64)
     segment, q0, k0, n_queries, n_keys = 0, 0, 0, n_rows_q, n_rows_k
     if SEGMENTS:
         segment, block = _find_block(cu_k_ptr, n_segments, block, SEGMENTS, BLOCK_N)
@@ -477,10 +490,17 @@ def _attention_query_gradient_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     UPCAST_DOT: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
     """Compute dQ of BLOCK_M queries of one head."""
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
+    if WIDE:  # a segment of more than 2^31 elements; otherwise registers are better spent
+        stride_qt = tl.cast(stride_qt, tl.int64)
+        stride_kt = tl.cast(stride_kt, tl.int64)
+        stride_vt = tl.cast(stride_vt, tl.int64)
+        stride_gt = tl.cast(stride_gt, tl.int64)
+        stride_dt = tl.cast(stride_dt, tl.int64)
     segment, q0, k0, n_queries, n_keys = 0, 0, 0, n_rows_q, n_rows_k
     if SEGMENTS:
         segment, block = _find_block(cu_q_ptr, n_segments, block, SEGMENTS, BLOCK_M)

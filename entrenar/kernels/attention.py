@@ -100,6 +100,7 @@ def attention_forward(
         lse_ptr=lse,
         **_strides(q=q, k=k, v=v, o=out),
         **_common(q, k, segments, causal, window, tile),
+        WIDE=_passes_31_bits(q, k, v, out),
         scale_log2=scale * _LOG2E,
     )
     return out, lse
@@ -196,6 +197,7 @@ def _launch_gradient(
         **given,
         **_strides(q=q, k=k, v=v, g=grad_out, d=writes[0]),
         **_common(q, k, segments, causal, window, tile),
+        WIDE=_passes_31_bits(q, k, v, grad_out, *writes),
     )
 
 
@@ -290,6 +292,11 @@ def _strides(**arrays: torch.Tensor) -> dict[str, int]:
     """Return ``stride_{name}t`` and ``stride_{name}h``, of rows and of heads."""
     rows = {f"stride_{name}t": array.stride(0) for name, array in arrays.items()}
     return rows | {f"stride_{name}h": array.stride(1) for name, array in arrays.items()}
+
+
+def _passes_31_bits(*arrays: torch.Tensor) -> bool:
+    """Whether a row of one segment may start past what 32 bits count."""
+    return any(array.shape[0] * array.stride(0) >= 1 << 31 for array in arrays)
 
 
 def _check(

@@ -93,6 +93,22 @@ def test_any_length(length: int) -> None:
     assert all(torch.isfinite(grad).all() for grad in grads)
 
 
+def test_a_segment_longer_than_31_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """https://github.com/linkedin/Liger-Kernel/issues/251: row times stride passed 2^31."""
+    assert kernels._passes_31_bits(torch.empty_strided((80_000, 1, 1), (0, 1, 1))) is False
+    far = torch.empty(1).as_strided((1, 1, 1), (1 << 31, 1, 1))
+    assert kernels._passes_31_bits(torch.ones(1, 1, 1), far)
+    q, k, v, grad = (_normal(i, 70, 2, 16) for i in range(4))
+    results = []
+    for wide in (False, True):
+        monkeypatch.setattr(kernels, "_passes_31_bits", lambda *arrays, wide=wide: wide)
+        out, lse = kernels.attention_forward(q, k, v)
+        results.append((out, *kernels.attention_backward(grad, q, k, v, out, lse)))
+        single = _normal(4, 9, 1, 1)  # whose strides of 1 are constants of the kernel
+        kernels.attention_forward(single, single, single)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 def test_segments_do_not_leak() -> None:
     """What one segment holds, NaN included, changes no bit of another."""
     q, k, v = (_normal(seed, 40, 2, 16) for seed in range(3))
