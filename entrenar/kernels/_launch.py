@@ -205,6 +205,16 @@ def _on_stream(stream: Any, tensor: torch.Tensor) -> Iterator[None]:
                 yield
 
 
+def _keep_for(stream: Any, tensors: Sequence[torch.Tensor | None]) -> None:
+    """Keep memory that another stream allocated, partial results say, until ``stream`` is done with it."""
+    torch_stream = getattr(stream, "torch_stream", stream)
+    if torch_stream is None or torch_stream == torch.cuda.current_stream(torch_stream.device):
+        return
+    for tensor in tensors:
+        if tensor is not None and tensor.is_cuda:
+            tensor.record_stream(torch_stream)
+
+
 def launch(
     kernel: Any,
     grid: tuple[int, ...],
@@ -245,6 +255,7 @@ def launch(
         _leave_emulator()
         with _on_stream(stream, first):
             kernel[grid](**arguments)
+        _keep_for(stream, (*reads, *writes))
         return
     _check_backend(op, kernel, where)
     if where == "ptx":

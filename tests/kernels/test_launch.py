@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -103,6 +104,22 @@ def test_a_launch_without_programs_is_announced_and_not_run() -> None:
     with runtime.listening(records.append):
         _launch.launch(Kernel(), (0,), op="nothing", stream=None, reads=[x], writes=[x])
     assert [r.op for r in records] == ["nothing"]
+
+
+def test_memory_of_another_stream_is_kept_until_the_launch_is_done(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A launcher's partial results are freed as it returns, while the kernel may still run."""
+    kept: list[Any] = []
+    storage = SimpleNamespace(is_cuda=True, record_stream=kept.append)
+    side, current = (SimpleNamespace(device=0, number=n) for n in range(2))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
+    for stream in (None, current, SimpleNamespace(torch_stream=current)):
+        _launch._keep_for(stream, [storage, None])
+    assert kept == []
+    for stream in (side, SimpleNamespace(torch_stream=side)):
+        _launch._keep_for(stream, [storage, None, torch.ones(1)])
+    assert kept == [side, side]
 
 
 @pytest.mark.usefixtures("emulated")
