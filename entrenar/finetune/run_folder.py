@@ -134,6 +134,21 @@ class RunFolder:
             else:
                 path.unlink(missing_ok=True)
 
+    def set_aside(self) -> Path:
+        """Move checkpoints and metrics into a folder of their own, so that nothing is lost.
+
+        Returns:
+            That folder: ``set-aside-1`` or the next number that is free.
+        """
+        number = 1
+        while (kept := self.path / f"set-aside-{number}").exists():
+            number += 1
+        kept.mkdir()
+        for path in (self.checkpoints, self.metrics):
+            if path.exists():
+                path.rename(kept / path.name)
+        return kept
+
     def begin(self, config: InstructConfig, settings: dict[str, Any]) -> None:
         """Make the folder and write ``config.toml``.
 

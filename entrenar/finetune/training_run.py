@@ -163,6 +163,9 @@ class TrainingRun:
             self._notice(
                 f"{self.folder.checkpoints} holds no complete checkpoint: the run starts over"
             )
+            kept = self.folder.set_aside() if passed else None
+            if kept is not None:
+                self._notice(f"the damaged checkpoints and the metrics were kept in {kept}")
             return None
         mine, theirs = self.config.to_dict(), found.state["config"]
         changed = [

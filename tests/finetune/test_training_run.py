@@ -232,6 +232,21 @@ def test_nothing_to_resume_starts_over_and_says_so(tiny_model: Path, tmp_path: P
     assert "starts over" in result.notices[0]
 
 
+def test_damaged_checkpoints_are_set_aside_before_starting_over(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    stopped_after(2, tiny_model, tmp_path)
+    damaged = tmp_path / "checkpoints" / "step-000002" / "state.safetensors"
+    damaged.write_bytes(b"x")
+    metrics = (tmp_path / "metrics.jsonl").read_bytes()
+    result = make(tiny_model, tmp_path).run(resume=True)
+    assert result.steps == 9
+    kept = tmp_path / "set-aside-1"
+    assert (kept / "checkpoints" / "step-000002" / "state.safetensors").read_bytes() == b"x"
+    assert (kept / "metrics.jsonl").read_bytes() == metrics
+    assert any(str(kept) in notice for notice in result.notices)
+
+
 def test_a_run_that_learned_nothing_is_an_error(tiny_model: Path, tmp_path: Path) -> None:
     """https://github.com/huggingface/autotrain-advanced/issues/877"""
     run = make(tiny_model, tmp_path, heldout=[])
