@@ -14,8 +14,12 @@ from entrenar.optable.row import Arguments, Call, ErrorCase, Function, Op, Sampl
 
 __all__ = ["FUNCTIONS", "OPS"]
 
-ATTENTION_FORWARD = Function("attention_forward", "attention", ("q", "float32"))
-ATTENTION_BACKWARD = Function("attention_backward", "attention", ("q", "k", "v"))
+ATTENTION_FORWARD = Function(
+    "attention_forward", "attention", ("q", "float32"), alike=("q", "k", "v")
+)
+ATTENTION_BACKWARD = Function(
+    "attention_backward", "attention", ("q", "k", "v"), alike=("grad_out", "q", "k", "v", "out")
+)
 
 FUNCTIONS: tuple[Function, ...] = (ATTENTION_FORWARD, ATTENTION_BACKWARD)
 

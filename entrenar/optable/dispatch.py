@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from entrenar import runtime
+from entrenar.checks import check_same_dtype
 from entrenar.errors import DeviceError
 from entrenar.kernels.nf4_weight import NF4Weight
 from entrenar.optable.row import Function
@@ -109,6 +110,11 @@ def _call_numpy(function: str, args: tuple[Any, ...], kwargs: dict[str, Any], st
     bound = _signature(function).bind(*args, **kwargs)
     bound.apply_defaults()
     given = bound.arguments
+    alike = {n: given[n] for n in row.alike if isinstance(given.get(n), torch.Tensor)}
+    if any(
+        t.dtype in _HALF for t in alike.values()
+    ):  # of other dtypes the function itself sees all
+        check_same_dtype(function, **alike)
     views = {name: _to_numpy(value) for name, value in given.items()}
     result = numpy_function(function)(**views)
     for name in row.mutates:

@@ -13,12 +13,16 @@ from entrenar.optable.row import Arguments, Call, ErrorCase, Function, Op, Sampl
 
 __all__ = ["BIAS_BACKWARD", "FUNCTIONS", "OPS"]
 
-_ADD = Function("add", "elementwise", results=("a",), mutates=("out",))
+_ADD = Function("add", "elementwise", results=("a",), mutates=("out",), alike=("a", "b", "out"))
 _ADD_IN_PLACE = Function("add_", "elementwise", results=("dst",), mutates=("dst",))
-_SCALE = Function("scale", "elementwise", results=("x",), mutates=("out",))
-_BIAS_ADD = Function("bias_add", "elementwise", results=("x",), mutates=("out",))
+_SCALE = Function("scale", "elementwise", results=("x",), mutates=("out",), alike=("x", "out"))
+_BIAS_ADD = Function(
+    "bias_add", "elementwise", results=("x",), mutates=("out",), alike=("x", "bias", "out")
+)
 BIAS_BACKWARD = Function("bias_backward", "elementwise", results=("grad_y",))
-_MULTIPLY = Function("multiply", "elementwise", results=("a",), mutates=("out",))
+_MULTIPLY = Function(
+    "multiply", "elementwise", results=("a",), mutates=("out",), alike=("a", "b", "out")
+)
 _CAST = Function("cast", "elementwise", results=("x",), override="dtype")
 _FILL = Function("fill_", "elementwise", results=("x",), mutates=("x",))
 FUNCTIONS: tuple[Function, ...] = (

@@ -14,10 +14,14 @@ from entrenar.optable.row import Arguments, Call, ErrorCase, Function, Op, Sampl
 
 __all__ = ["FUNCTIONS", "OPS"]
 
-_FORWARD = Function("gemm_forward", "gemm", results=("a",), mutates=("out",))
-_BACKWARD_A = Function("gemm_backward_a", "gemm", results=("grad_c",), mutates=("out",))
-_BACKWARD_B = Function("gemm_backward_b", "gemm", results=("a",), mutates=("out",))
-_MATMUL = Function("matmul", "gemm", results=("a",), mutates=("out",))
+_FORWARD = Function("gemm_forward", "gemm", results=("a",), mutates=("out",), alike=("a", "b"))
+_BACKWARD_A = Function(
+    "gemm_backward_a", "gemm", results=("grad_c",), mutates=("out",), alike=("grad_c", "b")
+)
+_BACKWARD_B = Function(
+    "gemm_backward_b", "gemm", results=("a",), mutates=("out",), alike=("a", "grad_c")
+)
+_MATMUL = Function("matmul", "gemm", results=("a",), mutates=("out",), alike=("a", "b", "bias"))
 FUNCTIONS: tuple[Function, ...] = (_FORWARD, _BACKWARD_A, _BACKWARD_B, _MATMUL)
 
 

@@ -13,8 +13,15 @@ from entrenar.optable.row import Arguments, Call, ErrorCase, Function, Op, Sampl
 
 __all__ = ["FUNCTIONS", "OPS"]
 
-_FORWARD = Function("rms_norm_forward", "rms_norm", results=("x", "float32", "x"))
-_BACKWARD = Function("rms_norm_backward", "rms_norm", results=("x", "(weight)"))
+_FORWARD = Function(
+    "rms_norm_forward", "rms_norm", results=("x", "float32", "x"), alike=("x", "weight", "residual")
+)
+_BACKWARD = Function(
+    "rms_norm_backward",
+    "rms_norm",
+    results=("x", "(weight)"),
+    alike=("grad_y", "x", "weight", "grad_residual"),
+)
 FUNCTIONS: tuple[Function, ...] = (_FORWARD, _BACKWARD)
 
 

@@ -13,9 +13,15 @@ from entrenar.optable.row import Arguments, Call, ErrorCase, Function, Op, Sampl
 
 __all__ = ["FUNCTIONS", "OPS"]
 
-_FORWARD = Function("rope_forward", "rope", results=("q", "k"), mutates=("q", "k"))
+_FORWARD = Function(
+    "rope_forward", "rope", results=("q", "k"), mutates=("q", "k"), alike=("q", "k")
+)
 _BACKWARD = Function(
-    "rope_backward", "rope", results=("grad_q", "grad_k"), mutates=("grad_q", "grad_k")
+    "rope_backward",
+    "rope",
+    results=("grad_q", "grad_k"),
+    mutates=("grad_q", "grad_k"),
+    alike=("grad_q", "grad_k"),
 )
 FUNCTIONS: tuple[Function, ...] = (_FORWARD, _BACKWARD)
 

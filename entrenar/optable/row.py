@@ -32,6 +32,8 @@ class Function:
             parentheses, ``"(weight)"``, may be None. Empty where the result is an object of its own.
         mutates: Arguments whose storage it writes, ``out`` included.
         override: An argument that, when not None, names the result dtype instead (``dtype``).
+        alike: Arguments that must share one dtype. Dispatch checks it where NumPy computes, which
+            would not see that one of them was 16-bit storage; launchers check it themselves.
     """
 
     name: str
@@ -39,6 +41,7 @@ class Function:
     results: tuple[str, ...] = ()
     mutates: tuple[str, ...] = ()
     override: str | None = None
+    alike: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

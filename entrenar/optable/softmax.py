@@ -13,8 +13,12 @@ from entrenar.optable.row import Arguments, Call, ErrorCase, Function, Op, Sampl
 
 __all__ = ["FUNCTIONS", "OPS"]
 
-_FORWARD = Function("softmax_forward", "softmax", results=("x",), mutates=("out",))
-_BACKWARD = Function("softmax_backward", "softmax", results=("y",), mutates=("out",))
+_FORWARD = Function(
+    "softmax_forward", "softmax", results=("x",), mutates=("out",), alike=("x", "out")
+)
+_BACKWARD = Function(
+    "softmax_backward", "softmax", results=("y",), mutates=("out",), alike=("grad_y", "y", "out")
+)
 FUNCTIONS: tuple[Function, ...] = (_FORWARD, _BACKWARD)
 
 

@@ -13,16 +13,22 @@ from entrenar.optable.row import Arguments, Call, ErrorCase, Function, Op, Sampl
 
 __all__ = ["FUNCTIONS", "OPS"]
 
-_SWIGLU = Function("swiglu_forward", "swiglu", results=("gate",), mutates=("out",))
+_SWIGLU = Function(
+    "swiglu_forward", "swiglu", results=("gate",), mutates=("out",), alike=("gate", "up", "out")
+)
 _SWIGLU_BACKWARD = Function(
-    "swiglu_backward", "swiglu", results=("gate", "up"), mutates=("gate", "up")
+    "swiglu_backward",
+    "swiglu",
+    results=("gate", "up"),
+    mutates=("gate", "up"),
+    alike=("grad_y", "gate", "up"),
 )
 _SILU = Function("silu_forward", "swiglu", results=("x",))
-_SILU_BACKWARD = Function("silu_backward", "swiglu", results=("x",))
+_SILU_BACKWARD = Function("silu_backward", "swiglu", results=("x",), alike=("grad_y", "x"))
 _GELU = Function("gelu_forward", "swiglu", results=("x",))
-_GELU_BACKWARD = Function("gelu_backward", "swiglu", results=("x",))
+_GELU_BACKWARD = Function("gelu_backward", "swiglu", results=("x",), alike=("grad_y", "x"))
 _RELU = Function("relu_forward", "swiglu", results=("x",))
-_RELU_BACKWARD = Function("relu_backward", "swiglu", results=("x",))
+_RELU_BACKWARD = Function("relu_backward", "swiglu", results=("x",), alike=("grad_y", "x"))
 FUNCTIONS: tuple[Function, ...] = (
     _SWIGLU, _SWIGLU_BACKWARD, _SILU, _SILU_BACKWARD, _GELU, _GELU_BACKWARD, _RELU, _RELU_BACKWARD,
 )  # fmt: skip

@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from entrenar import optable
-from entrenar.errors import LayoutError
+from entrenar.errors import DTypeError, LayoutError
 from entrenar.optable import FUNCTIONS, OPS, ErrorCase, Op, Sample
 from entrenar.reference.nf4 import NF4Weight as ReferenceNF4Weight
 from entrenar.testing import (
@@ -247,6 +247,14 @@ def error_cases() -> list[Any]:
         pytest.param(op, error, id=f"{op.name}-@-{error.id}")
         for op in OPS.values()
         for error in op.errors
+    ]
+
+
+def mixed_cases() -> list[Any]:
+    return [
+        pytest.param(op, op.samples[0], id=f"{op.name}-@")
+        for op in OPS.values()
+        if len(op.forward.alike) > 1
     ]
 
 
@@ -487,6 +495,16 @@ def test_errors(op: Op, error: ErrorCase, backend: str) -> None:
     with pytest.raises(error.error, match=error.match) as caught:
         optable.call(error.function, **storage)
     assert type(caught.value).__module__.startswith("entrenar") or error.error is TypeError
+
+
+@on(mixed_cases)
+def test_mixed_dtypes_are_refused(op: Op, sample: Sample, backend: str) -> None:
+    storage = stored(op, case(op, sample, "float32"), "float32", device_of(backend))
+    given = [n for n in op.forward.alike if isinstance(storage.get(n), torch.Tensor)]
+    for name in given[1:]:
+        mixed = {**storage, name: storage[name].to(torch.float16)}
+        with pytest.raises(DTypeError, match="wanted one dtype"):
+            optable.call(op.forward.name, **mixed)
 
 
 # ---- the table itself ----
