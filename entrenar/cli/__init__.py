@@ -52,12 +52,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         where = "" if error.filename is None else f": {error.filename}"
         print(f"entrenar: error: {error.strerror or error}{where}", file=sys.stderr)
         return 1
-    except (ImportError, AttributeError):
-        problem = _torch_problem()
+    except (ImportError, AttributeError) as error:
+        problem = _missing_package(error) or _torch_problem()
         if problem is None:
             raise
         print(f"entrenar: error: {problem}", file=sys.stderr)
         return DeviceError.exit_code
+
+
+def _missing_package(error: Exception) -> str | None:
+    """Return a sentence where a package that entrenar always needs is absent, or None."""
+    name = (getattr(error, "name", None) or "").partition(".")[0]
+    if name not in ("numpy", "safetensors"):
+        return None
+    return f"the package {name!r} cannot be imported: {error}; install it with pip install {name}"
 
 
 def _torch_problem() -> str | None:

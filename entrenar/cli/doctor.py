@@ -67,6 +67,10 @@ def diagnose() -> tuple[dict[str, Any], list[str]]:
         problems.append(f"torch is {torch_version}, wanted at least 2.11; upgrade it")
     if sys.platform == "linux" and not runtime.triton_available():
         problems.append("triton is not installed: there are no GPU kernels; pip install triton")
+    if importlib.util.find_spec("safetensors") is None:
+        problems.append(
+            "safetensors is not installed: no weights can be read; pip install safetensors"
+        )
     if not found["extras"]["train"]:
         problems.append("training needs tokenizers and jinja2; pip install 'entrenar[train]'")
     found["check"] = _check(device, problems)

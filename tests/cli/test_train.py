@@ -471,6 +471,19 @@ def test_torch_that_is_missing_or_old_is_one_sentence(
     assert re.search(what, line), line
 
 
+def test_safetensors_that_is_missing_is_one_sentence(tiny_model: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys; sys.modules['safetensors'] = None\nfrom entrenar.cli import main\n"
+        f"sys.exit(main(['generate', '--model', {str(tiny_model)!r}, '--prompt', 'x']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 3
+    (line,) = done.stderr.splitlines()
+    assert re.search("'safetensors' cannot be imported.*pip install safetensors", line), line
+
+
 def test_the_oldest_torch_is_that_of_the_package() -> None:
     from entrenar import cli
 
