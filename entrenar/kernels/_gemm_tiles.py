@@ -106,7 +106,9 @@ def choose_tile(kind: str, batch: int, m: int, n: int, shared_bytes: int) -> Til
 def _fit(tile: Tile, itemsize: int, shared_bytes: int) -> Tile | None:
     per_stage = (tile.m + tile.n) * tile.k * itemsize
     stages = min(tile.stages, shared_bytes // per_stage)
-    return tile._replace(stages=stages) if stages >= 2 else None
+    # the widest tile spills 64 bytes on sm_120 with two stages
+    least = 3 if tile.m * tile.n > 128 * 128 else 2
+    return tile._replace(stages=stages) if stages >= least else None
 
 
 def kind_of(a: torch.Tensor, b: torch.Tensor, precision: str) -> str:
