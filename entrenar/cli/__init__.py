@@ -17,7 +17,7 @@ from entrenar.errors import DeviceError, EntrenarError
 __all__ = ["main"]
 
 INTERRUPTED = 130
-_OLDEST_TORCH = (2, 11)  # as pyproject.toml states it
+OLDEST_TORCH = (2, 11)  # as pyproject.toml states it
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -70,7 +70,7 @@ def _missing_package(error: Exception) -> str | None:
 
 def _torch_problem() -> str | None:
     """Return why nothing that needs torch can run here, or None; asked only after a failed import."""
-    wanted = ".".join(map(str, _OLDEST_TORCH))
+    wanted = ".".join(map(str, OLDEST_TORCH))
     hint = f"install it with pip install 'torch>={wanted}'"
     try:
         import torch
@@ -78,6 +78,4 @@ def _torch_problem() -> str | None:
         return f"torch cannot be imported: {error}; {hint}"
     found = str(torch.__version__)
     numbers = tuple(int(n) for n in re.findall(r"\d+", found)[:2])
-    return (
-        f"torch is {found}, wanted at least {wanted}; {hint}" if numbers < _OLDEST_TORCH else None
-    )
+    return f"torch is {found}, wanted at least {wanted}; {hint}" if numbers < OLDEST_TORCH else None

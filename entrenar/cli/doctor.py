@@ -9,6 +9,7 @@ import sys
 from typing import Any
 
 from entrenar import runtime
+from entrenar.cli import OLDEST_TORCH
 from entrenar.cli.console import Console, gibibytes
 from entrenar.errors import EntrenarError
 from entrenar.finetune.environment import describe_environment, package_version
@@ -21,7 +22,6 @@ _EXTRAS = {
     "ui": ("rich",),
     "plot": ("matplotlib",),
 }
-_OLDEST_TORCH = (2, 11)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -63,8 +63,9 @@ def diagnose() -> tuple[dict[str, Any], list[str]]:
     numbers = tuple(
         int(part) for part in torch_version.split("+")[0].split(".")[:2] if part.isdigit()
     )
-    if numbers < _OLDEST_TORCH:
-        problems.append(f"torch is {torch_version}, wanted at least 2.11; upgrade it")
+    if numbers < OLDEST_TORCH:
+        oldest = ".".join(map(str, OLDEST_TORCH))
+        problems.append(f"torch is {torch_version}, wanted at least {oldest}; upgrade it")
     if sys.platform == "linux" and not runtime.triton_available():
         problems.append("triton is not installed: there are no GPU kernels; pip install triton")
     if importlib.util.find_spec("safetensors") is None:
