@@ -21,11 +21,14 @@ from entrenar.errors import ConfigError, CudaNotAvailableError, MissingExtraErro
 __all__ = [
     "BACKENDS",
     "LaunchRecord",
+    "SyncRecord",
     "announce",
+    "announce_sync",
     "available_memory_bytes",
     "backend",
     "cuda_available",
     "has_listeners",
+    "has_sync_listeners",
     "interpreting_requested",
     "listening",
     "peak_memory_bytes",
@@ -57,23 +60,70 @@ class LaunchRecord:
     where: str
 
 
+@dataclasses.dataclass(frozen=True)
+class SyncRecord:
+    """One operation on streams that orders work, or keeps memory for it.
+
+    Attributes:
+        kind: ``"record"``: ``stream`` records ``event``. ``"wait"``: ``stream`` waits for ``event``.
+            ``"synchronize"``: the host has waited for ``event``, or for all work of ``stream`` where
+            ``event`` is None. ``"keep"``: ``storage`` stays allocated until what ``stream`` has been
+            given so far is done.
+        stream: The stream that records, waits, was waited for, or uses the memory.
+        event: The event; None where there is none.
+        storage: The torch storage that is kept; None otherwise.
+    """
+
+    kind: str
+    stream: Any
+    event: Any = None
+    storage: Any = None
+
+
 _listeners: list[Callable[[LaunchRecord], None]] = []
+_sync_listeners: list[Callable[[SyncRecord], None]] = []
 
 
 @contextlib.contextmanager
-def listening(listener: Callable[[LaunchRecord], None]) -> Iterator[None]:
-    """Call ``listener`` with a :class:`LaunchRecord` for each launch inside the block."""
-    _listeners.append(listener)
+def listening(
+    listener: Callable[[LaunchRecord], None] | None = None,
+    on_sync: Callable[[SyncRecord], None] | None = None,
+) -> Iterator[None]:
+    """Report each launch, and each operation on streams, inside the block.
+
+    Args:
+        listener: Called with a :class:`LaunchRecord` for each launch: before it where a kernel runs,
+            after it where NumPy computes, whose results are storage only then.
+        on_sync: Called with a :class:`SyncRecord`.
+    """
+    if listener is not None:
+        _listeners.append(listener)
+    if on_sync is not None:
+        _sync_listeners.append(on_sync)
     try:
         yield
     finally:
-        _listeners.remove(listener)
+        if listener is not None:
+            _listeners.remove(listener)
+        if on_sync is not None:
+            _sync_listeners.remove(on_sync)
 
 
 def announce(record: LaunchRecord) -> None:
     """Tell every listener of one launch."""
     for listener in tuple(_listeners):
         listener(record)
+
+
+def announce_sync(record: SyncRecord) -> None:
+    """Tell every listener of one operation on streams."""
+    for listener in tuple(_sync_listeners):
+        listener(record)
+
+
+def has_sync_listeners() -> bool:
+    """Whether anyone watches operations on streams, so that records need to be built at all."""
+    return bool(_sync_listeners)
 
 
 def has_listeners() -> bool:

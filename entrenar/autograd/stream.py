@@ -40,7 +40,7 @@ class Stream:
         CudaNotAvailableError: A GPU was asked for and there is none.
     """
 
-    __slots__ = ("device", "position", "torch_stream")
+    __slots__ = ("__weakref__", "device", "position", "torch_stream")
 
     def __init__(self, device: str | torch.device = "cpu", torch_stream: Any = None) -> None:
         if torch_stream is not None:
@@ -56,6 +56,7 @@ class Stream:
         """Block until all work given to the stream so far is done."""
         if self.torch_stream is not None:
             self.torch_stream.synchronize()
+        _announce("synchronize", self)
 
     def record_event(self) -> Event:
         """Return an event that is complete once the work given so far is."""
@@ -71,11 +72,21 @@ class Stream:
             raise DeviceError("the event was never recorded", "call event.record(stream) first")
         if self.torch_stream is not None and event.torch_event is not None:
             self.torch_stream.wait_event(event.torch_event)
+        _announce("wait", self, event)
 
     def wait_stream(self, other: Stream) -> None:
         """Let work given from now on start only after what ``other`` has been given so far."""
         if self != other:
             self.wait_event(other.record_event())
+
+    def keep(self, data: torch.Tensor) -> None:
+        """Keep the memory of ``data`` allocated until the work given so far is done.
+
+        Needed where another stream allocated it, which could hand it out again as soon as it is freed.
+        """
+        if data.is_cuda and self.torch_stream is not None:
+            data.record_stream(self.torch_stream)
+        _announce("keep", self, storage=data)
 
     def __enter__(self) -> Stream:
         context = None
@@ -121,7 +132,7 @@ class Event:
         torch_event: The ``torch.cuda.Event``; None on the CPU.
     """
 
-    __slots__ = ("position", "stream", "torch_event")
+    __slots__ = ("__weakref__", "position", "stream", "torch_event")
 
     def __init__(self) -> None:
         self.stream: Stream | None = None
@@ -135,16 +146,26 @@ class Event:
         if stream.torch_stream is not None:
             self.torch_event = self.torch_event or torch.cuda.Event()
             self.torch_event.record(stream.torch_stream)
+        _announce("record", stream, self)
         return self
 
     def synchronize(self) -> None:
         """Block until the work before the event is done."""
         if self.torch_event is not None:
             self.torch_event.synchronize()
+        if self.stream is not None:
+            _announce("synchronize", self.stream, self)
 
     def query(self) -> bool:
         """Whether the work before the event is done."""
         return self.torch_event is None or bool(self.torch_event.query())
+
+
+def _announce(
+    kind: str, stream: Stream, event: Event | None = None, storage: torch.Tensor | None = None
+) -> None:
+    if runtime.has_sync_listeners():
+        runtime.announce_sync(runtime.SyncRecord(kind, stream, event, storage))
 
 
 def current_stream(device: str | torch.device) -> Stream:

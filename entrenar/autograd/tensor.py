@@ -176,8 +176,7 @@ class Tensor:
         event = self.state.event
         if event is not None:
             stream.wait_event(event)
-        if self._data.is_cuda:
-            self._data.record_stream(stream.torch_stream)
+        stream.keep(self._data)
 
     def grad_on(self, stream: Stream) -> None:
         """Order a write of ``grad`` on ``stream`` after the last one that backward made."""

@@ -63,8 +63,8 @@ def _keep_for(home: Stream, plan: Sequence[tuple[int, Node]]) -> None:
     """Keep leaf gradients that side streams allocated alive for the work of the home stream."""
     leaves = {edge for _, node in plan for edge in node.edges if isinstance(edge, Tensor)}
     for leaf in leaves:
-        if leaf.grad is not None and leaf.grad.is_cuda:
-            leaf.grad.record_stream(home.torch_stream)
+        if leaf.grad is not None:
+            home.keep(leaf.grad)
 
 
 def _plan(nodes: dict[int, Node], seeds: Sequence[Slot]) -> list[tuple[int, Node]]:
@@ -151,8 +151,7 @@ def _ready(grad: torch.Tensor | None, written_on: Stream | None, stream: Stream)
     if grad is None or written_on is None or written_on == stream:
         return
     stream.wait_stream(written_on)
-    if grad.is_cuda:
-        grad.record_stream(stream.torch_stream)
+    stream.keep(grad)
 
 
 def _add_to_slot(slot: Slot, grad: torch.Tensor, *, owned: bool, stream: Stream) -> None:

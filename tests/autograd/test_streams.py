@@ -175,3 +175,25 @@ def test_a_chain_over_two_streams_on_a_gpu() -> None:
     assert x.grad is not None
     assert float(y.data.min()) == float(y.data.max()) == 2.0**20
     assert float(x.grad.min()) == float(x.grad.max()) == 2.0**20
+
+
+def test_operations_on_streams_are_announced() -> None:
+    one, two = Stream("cpu"), Stream("cpu")
+    memory = torch.zeros(2)
+    seen: list[runtime.SyncRecord] = []
+    with runtime.listening(on_sync=seen.append):
+        event = one.record_event()
+        two.wait_event(event)
+        event.synchronize()
+        two.synchronize()
+        two.keep(memory)
+        two.wait_stream(two)  # of its own work nothing needs to be said
+    assert not runtime.has_sync_listeners()
+    assert [(r.kind, r.stream, r.event) for r in seen] == [
+        ("record", one, event),
+        ("wait", two, event),
+        ("synchronize", one, event),
+        ("synchronize", two, None),
+        ("keep", two, None),
+    ]
+    assert seen[-1].storage is memory
