@@ -24,16 +24,29 @@ def adamw_step(
     weight_decay: float = 0.01,
     grad_scale: np.ndarray | None = None,
     skip: np.ndarray | None = None,
+    skipped: np.ndarray | None = None,
 ) -> None:
     """Advance the parameters; as ``entrenar.reference.adamw.adamw_step``.
 
     The plain form runs once on nothing first: it makes the checks, honours ``skip``, and advances
-    ``step``.
+    ``step`` or ``skipped``.
     """
     before = int(step[0]) if step.size else 0
     if not _one_length(params, grads, m, v):
         plain.adamw_step(
-            params, grads, m, v, step, lr, beta1, beta2, eps, weight_decay, grad_scale, skip
+            params,
+            grads,
+            m,
+            v,
+            step,
+            lr,
+            beta1,
+            beta2,
+            eps,
+            weight_decay,
+            grad_scale,
+            skip,
+            skipped,
         )
         return
     none = slice(0)
@@ -50,6 +63,7 @@ def adamw_step(
         weight_decay,
         grad_scale,
         skip,
+        skipped,
     )
     t = int(step[0])
     if t == before:

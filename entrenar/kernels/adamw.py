@@ -6,7 +6,7 @@ With ``g = grad_scale * grads`` and ``t = step + 1``: ``m <- beta1 m + (1 - beta
 
 Learning rate, step, gradient factor and skip flag are read on the device, so that a replayed graph
 follows the schedule and a non-finite step changes nothing without a synchronisation. One launch
-updates the arena, a second of one program advances the step.
+updates the arena, a second of one program advances the step or the count of skipped ones.
 
 Numerics: float32. ``1 - beta`` is formed on the host in double, ``1 - beta^t`` on the device as
 ``-expm1(-t * -log(beta))`` with the logarithm from the host, to a few units of the last place for
@@ -95,11 +95,13 @@ def _adamw_kernel(
 
 
 @triton.jit
-def _advance_kernel(step_ptr, skip_ptr, HAS_SKIP: tl.constexpr):
+def _advance_kernel(step_ptr, skip_ptr, skipped_ptr, HAS_SKIP: tl.constexpr, COUNTS: tl.constexpr):
     advance = 1
     if HAS_SKIP:
         advance = tl.where(tl.load(skip_ptr) == 0, 1, 0)
     tl.store(step_ptr, tl.load(step_ptr) + advance)
+    if COUNTS:
+        tl.store(skipped_ptr, tl.load(skipped_ptr) + 1 - advance)
 
 
 def adamw_step(
@@ -115,6 +117,7 @@ def adamw_step(
     weight_decay: float = 0.01,
     grad_scale: torch.Tensor | None = None,
     skip: torch.Tensor | None = None,
+    skipped: torch.Tensor | None = None,
     *,
     stream: Any = None,
 ) -> None:
@@ -132,7 +135,8 @@ def adamw_step(
         eps: Added to the root of the corrected second moment, at least 0.
         weight_decay: At least 0.
         grad_scale: float32 [1], a factor on the gradient such as that of clipping, or None for 1.
-        skip: int32 [1]; where it is not 0 nothing changes at all, or None.
+        skip: int32 [1]; where it is not 0 nothing changes but ``skipped``, or None.
+        skipped: int64 [1], steps skipped so far; becomes one more where ``skip`` is not 0, or None.
         stream: Stream to launch on; None is torch's current one.
 
     Raises:
@@ -148,7 +152,7 @@ def adamw_step(
     arenas = {"params": params, "grads": grads, "m": m, "v": v}
     scalars = {"step": step, "lr": lr, "grad_scale": grad_scale, "skip": skip}
     given = {name: t for name, t in scalars.items() if t is not None}
-    _check(op, arenas, given)
+    _check(op, arenas, given if skipped is None else {**given, "skipped": skipped})
     _check_settings(beta1, beta2, eps, weight_decay)
     if params.numel():
         _launch.launch(
@@ -173,11 +177,13 @@ def adamw_step(
         (1,),
         op=op,
         stream=stream,
-        reads=[step] if skip is None else [step, skip],
-        writes=[step],
+        reads=[t for t in (step, skip, skipped) if t is not None],
+        writes=[step] if skipped is None else [step, skipped],
         step_ptr=step,
         skip_ptr=skip,
+        skipped_ptr=skipped,
         HAS_SKIP=skip is not None,
+        COUNTS=skipped is not None,
         num_warps=1,
     )
 
@@ -199,7 +205,7 @@ def _check(op: str, arenas: dict[str, torch.Tensor], scalars: dict[str, torch.Te
     for name, arena in arenas.items():
         check_dtype(op, name, arena, "float32")
         check_shape(op, name, arena, tuple(params.shape), "views of one arena have one length")
-    dtypes = {"step": "int64", "skip": "int32"}
+    dtypes = {"step": "int64", "skip": "int32", "skipped": "int64"}
     for name, scalar in scalars.items():
         check_dtype(op, name, scalar, dtypes.get(name, "float32"))
         check_shape(op, name, scalar, (1,))

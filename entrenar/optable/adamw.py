@@ -13,7 +13,7 @@ from entrenar.optable.row import Arguments, ErrorCase, Function, Op, Sample
 
 __all__ = ["FUNCTIONS", "OPS"]
 
-_STEP = Function("adamw_step", "adamw", mutates=("params", "m", "v", "step"))
+_STEP = Function("adamw_step", "adamw", mutates=("params", "m", "v", "step", "skipped"))
 FUNCTIONS: tuple[Function, ...] = (_STEP,)
 
 
@@ -42,6 +42,7 @@ def _make(
             arguments["grad_scale"] = _single(scale)
         if skip is not None:
             arguments["skip"] = np.array([skip], dtype=np.int32)
+            arguments["skipped"] = np.array([3], dtype=np.int64)
         return arguments
 
     return make
@@ -60,11 +61,14 @@ def _baseline(
     weight_decay: float = 0.01,
     grad_scale: torch.Tensor | None = None,
     skip: torch.Tensor | None = None,
+    skipped: torch.Tensor | None = None,
 ) -> None:
     """Run torch's functional AdamW on the same storage; its own step counter is a float."""
     from torch.optim.adamw import adamw
 
     if skip is not None and int(skip):
+        if skipped is not None:
+            skipped += 1
         return
     counter = step.to(torch.float32).reshape(())
     adamw(
@@ -116,6 +120,8 @@ OPS: tuple[Op, ...] = (
                       ShapeMismatchError, "m has shape"),
             ErrorCase("step_is_int32", "adamw_step", _with(step=np.zeros(1, dtype=np.int32)),
                       DTypeError, "step is int32"),
+            ErrorCase("skipped_is_int32", "adamw_step", _with(skipped=np.zeros(1, dtype=np.int32)),
+                      DTypeError, "skipped is int32"),
             ErrorCase("beta_is_1", "adamw_step", _with(beta2=1.0), ConfigError, "beta2 is 1.0"),
             ErrorCase("negative_decay", "adamw_step", _with(weight_decay=-0.1),
                       ConfigError, "weight_decay is -0.1"),

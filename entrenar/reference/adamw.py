@@ -23,6 +23,7 @@ def adamw_step(
     weight_decay: float = 0.01,
     grad_scale: np.ndarray | None = None,
     skip: np.ndarray | None = None,
+    skipped: np.ndarray | None = None,
 ) -> None:
     """Advance ``params`` by one step of AdamW.
 
@@ -42,7 +43,8 @@ def adamw_step(
         eps: Added to the root of the corrected second moment, at least 0.
         weight_decay: At least 0.
         grad_scale: float32 [1], a factor on the gradient such as that of clipping, or None for 1.
-        skip: int32 [1]; where it is not 0 nothing changes at all, or None.
+        skip: int32 [1]; where it is not 0 nothing changes but ``skipped``, or None.
+        skipped: int64 [1], steps skipped so far; becomes one more where ``skip`` is not 0, or None.
 
     Raises:
         ShapeMismatchError: Sizes do not fit.
@@ -51,9 +53,11 @@ def adamw_step(
 
     Source: Loshchilov and Hutter, arXiv:1711.05101, algorithm 2; torch.optim.AdamW.
     """
-    _check(params, grads, m, v, step, lr, grad_scale, skip)
+    _check(params, grads, m, v, step, lr, grad_scale, skip, skipped)
     _check_settings(beta1, beta2, eps, weight_decay)
     if skip is not None and skip[0] != 0:
+        if skipped is not None:
+            skipped[0] += 1
         return
     t = int(step[0]) + 1
     gradient = grads if grad_scale is None else grads * grad_scale[0].astype(grads.dtype)
@@ -75,6 +79,7 @@ def _check(
     lr: np.ndarray,
     grad_scale: np.ndarray | None,
     skip: np.ndarray | None,
+    skipped: np.ndarray | None,
 ) -> None:
     op = "adamw_step"
     check_dtype(op, "params", params, "float32", "float64")
@@ -82,8 +87,8 @@ def _check(
     for name, array in {"grads": grads, "m": m, "v": v}.items():
         check_shape(op, name, array, params.shape, "views of one arena have one length")
     check_same_dtype(op, params=params, grads=grads, m=m, v=v)
-    scalars = {"step": step, "lr": lr, "grad_scale": grad_scale, "skip": skip}
-    dtypes = {"step": ("int64",), "skip": ("int32",)}
+    scalars = {"step": step, "lr": lr, "grad_scale": grad_scale, "skip": skip, "skipped": skipped}
+    dtypes = {"step": ("int64",), "skip": ("int32",), "skipped": ("int64",)}
     for name, scalar in scalars.items():
         if scalar is not None:
             check_dtype(op, name, scalar, *dtypes.get(name, ("float32", "float64")))
