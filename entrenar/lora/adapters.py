@@ -13,15 +13,13 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from entrenar.autograd import Tensor, current_stream, no_grad, ops
+from entrenar.autograd import Tensor, no_grad, ops
+from entrenar.autograd.arena import Arena
 from entrenar.errors import AdapterError, ConfigError
 from entrenar.lora.config import LoraConfig, match_targets
-from entrenar.optable import call
 
 __all__ = ["LoraAdapters", "LoraLayer", "peft_key"]
 
-# Views start at multiples of 16 bytes, so that kernels may load them with 128-bit accesses.
-_ALIGNMENT = 4
 _PARTS = ("lora_A", "lora_B")
 
 
@@ -61,8 +59,9 @@ class LoraAdapters:
         device: Where the arena lies.
 
     Attributes:
-        params, grads, m, v: The arena: parameters, gradients, first and second moments; flat
-            float32. The few elements of padding between views stay zero in all of them.
+        arena: The buffers everything lies in.
+        params, grads, m, v: The arena's buffers: parameters, gradients, first and second moments;
+            flat float32. The few elements of padding between views stay zero in all of them.
         step: int64 [1], optimiser steps completed.
         layers: Adapted module name to its layer, in the model's order.
 
@@ -79,20 +78,17 @@ class LoraAdapters:
     ) -> None:
         self.config = config
         names = match_targets(shapes, config.target_modules)
-        places: dict[str, tuple[int, tuple[int, int]]] = {}
-        total = 0
+        places: dict[str, tuple[int, ...]] = {}
         for name in names:
             n_out, n_in = shapes[name]
             if n_out < 1 or n_in < 1:
                 raise ConfigError(f"{name} has sizes ({n_out}, {n_in}), wanted at least 1", "")
             for part, shape in zip(_PARTS, ((config.r, n_in), (n_out, config.r)), strict=True):
-                places[f"{name}.{part}"] = (total, shape)
-                total += -(-shape[0] * shape[1] // _ALIGNMENT) * _ALIGNMENT
-        self.params, self.grads, self.m, self.v = (
-            torch.zeros(total, dtype=torch.float32, device=device) for _ in range(4)
-        )
-        self.step = torch.zeros(1, dtype=torch.int64, device=device)
-        tensors = {key: self._tensor(key, *place) for key, place in places.items()}
+                places[f"{name}.{part}"] = shape
+        self.arena = Arena(places, device)
+        self.params, self.grads = self.arena.params, self.arena.grads
+        self.m, self.v, self.step = self.arena.m, self.arena.v, self.arena.step
+        tensors = self.arena.tensors
         self.layers = {
             name: LoraLayer(
                 name,
@@ -104,12 +100,6 @@ class LoraAdapters:
             for name in names
         }
         self._initialise()
-
-    def _tensor(self, name: str, start: int, shape: tuple[int, int]) -> Tensor:
-        stop = start + shape[0] * shape[1]
-        tensor = Tensor(self.params[start:stop].view(shape), requires_grad=True, name=name)
-        tensor.grad = self.grads[start:stop].view(shape)
-        return tensor
 
     def _initialise(self) -> None:
         rng = np.random.default_rng(self.config.seed)
@@ -126,11 +116,11 @@ class LoraAdapters:
     @property
     def nbytes(self) -> int:
         """Bytes of the arena: parameters, gradients and both moments."""
-        return sum(t.numel() * t.element_size() for t in (self.params, self.grads, self.m, self.v))
+        return self.arena.nbytes
 
     def zero_grad(self) -> None:
         """Set every gradient to zero, in place, on the current stream."""
-        call("fill_", self.grads, 0.0, stream=current_stream(self.grads.device))
+        self.arena.zero_grad()
 
     def parameters(self) -> list[Tensor]:
         """Return every A and B, in the arena's order."""
