@@ -92,7 +92,13 @@ class KernelError(DeviceError):
 
 
 class StreamHazardError(EntrenarError, RuntimeError):
-    """Two launches touch one buffer and nothing orders them."""
+    """Two launches touch one buffer and nothing orders them.
+
+    Attributes:
+        hazard: The pair, a ``autograd.hazards.Hazard``; None where it was raised without one.
+    """
+
+    hazard: object = None
 
 
 class CaptureError(EntrenarError, RuntimeError):
