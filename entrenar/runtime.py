@@ -67,8 +67,8 @@ class SyncRecord:
     Attributes:
         kind: ``"record"``: ``stream`` records ``event``. ``"wait"``: ``stream`` waits for ``event``.
             ``"synchronize"``: the host has waited for ``event``, or for all work of ``stream`` where
-            ``event`` is None. ``"keep"``: ``storage`` stays allocated until what ``stream`` has been
-            given so far is done.
+            ``event`` is None. ``"keep"``: once freed, ``storage`` is not handed out again before
+            what ``stream`` was given until then is done.
         stream: The stream that records, waits, was waited for, or uses the memory.
         event: The event; None where there is none.
         storage: The torch storage that is kept; None otherwise.

@@ -8,11 +8,12 @@ from entrenar.autograd.gradcheck import gradcheck
 from entrenar.autograd.node import ACCUMULATED, Node
 from entrenar.autograd.stream import Event, Stream, current_stream
 from entrenar.autograd.tape import Tape, no_grad, record, recording, run
-from entrenar.autograd.tensor import Tensor
+from entrenar.autograd.tensor import HookHandle, Tensor
 
 __all__ = [
     "ACCUMULATED",
     "Event",
+    "HookHandle",
     "Node",
     "Stream",
     "Tape",

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from entrenar.autograd.stream import Stream
-from entrenar.autograd.tensor import Slot, StorageState, Tensor
+from entrenar.autograd.tensor import Slot, Tensor
 from entrenar.errors import AutogradError
 from entrenar.optable import call
+from entrenar.optable.storage import StorageState
 
 __all__ = ["ACCUMULATED", "Backward", "Edge", "Node", "Saved"]
 
@@ -121,6 +122,10 @@ class Node:
         for position, saved in enumerate(self._saved):
             saved.check(self.op, position)
 
+    def saves(self, state: StorageState) -> bool:
+        """Whether backward reads a tensor on this storage."""
+        return any(saved.state is state for saved in self._saved)
+
     def call(self, function: str, /, *args: Any, **kwargs: Any) -> Any:
         """Run a function of the table on the node's stream."""
         return call(function, *args, stream=self.stream, **kwargs)
@@ -146,10 +151,9 @@ class Node:
     def grad_target(self, position: int) -> torch.Tensor | None:
         """Return the leaf's gradient storage where a kernel can add to it directly, else None."""
         edge = self.edges[position]
-        if isinstance(edge, Tensor) and edge.grad is not None and edge.grad.is_contiguous():
-            edge.grad_on(self.stream)
-            return edge.grad
-        return None
+        if not isinstance(edge, Tensor) or edge.grad is None or edge.hooks:
+            return None
+        return edge.grad if edge.grad.is_contiguous() else None
 
     def zeros(self, output: int) -> torch.Tensor:
         """Return a zero gradient for an output that received none."""

@@ -6,6 +6,8 @@ context variable and nowhere else, so threads and coroutines do not see each oth
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from contextvars import ContextVar
 from types import TracebackType
 from typing import Any
@@ -24,7 +26,8 @@ _CPU: ContextVar[Stream | None] = ContextVar("entrenar_cpu_stream", default=None
 class Stream:
     """A queue of work on one device; work on one stream runs in the order it was given.
 
-    ``with stream:`` makes it current: ops run on it, and torch allocates on it.
+    ``with stream:`` makes it current: ops run on it, and torch allocates on it. It starts after
+    what the stream that was current before has been given; that one goes on without waiting.
 
     Args:
         device: ``"cpu"``, ``"cuda"`` or ``"cuda:N"``.
@@ -80,21 +83,17 @@ class Stream:
             self.wait_event(other.record_event())
 
     def keep(self, data: torch.Tensor) -> None:
-        """Keep the memory of ``data`` allocated until the work given so far is done.
+        """Let the memory of ``data``, once freed, not be handed out before this stream's work is done.
 
-        Needed where another stream allocated it, which could hand it out again as soon as it is freed.
+        Needed where another stream allocated it, which otherwise could use it again at once.
         """
         if data.is_cuda and self.torch_stream is not None:
             data.record_stream(self.torch_stream)
         _announce("keep", self, storage=data)
 
     def __enter__(self) -> Stream:
-        context = None
-        if self.torch_stream is not None:
-            context = torch.cuda.stream(self.torch_stream)
-            context.__enter__()
-        _ENTERED.set((*_ENTERED.get(), (self, context)))
-        return self
+        self.wait_stream(current_stream(self.device))
+        return self._push()
 
     def __exit__(
         self,
@@ -102,10 +101,30 @@ class Stream:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._pop()
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[Stream]:
+        """Make the stream current inside the block, without waiting for the one that was before."""
+        self._push()
+        try:
+            yield self
+        finally:
+            self._pop()
+
+    def _push(self) -> Stream:
+        context = None
+        if self.torch_stream is not None:
+            context = torch.cuda.stream(self.torch_stream)
+            context.__enter__()
+        _ENTERED.set((*_ENTERED.get(), (self, context)))
+        return self
+
+    def _pop(self) -> None:
         *rest, (_, context) = _ENTERED.get()
         _ENTERED.set(tuple(rest))
         if context is not None:
-            context.__exit__(kind, error, trace)
+            context.__exit__(None, None, None)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Stream):

@@ -19,8 +19,11 @@ from entrenar.autograd.tensor import Slot, Tensor
 from entrenar.autograd.walk import walk
 from entrenar.errors import AutogradError
 from entrenar.optable import call
+from entrenar.optable.storage import state_of
 
-__all__ = ["Probe", "Tape", "active", "no_grad", "record", "recording", "run", "wrap"]
+__all__ = [
+    "Probe", "Tape", "active", "no_grad", "overwriting", "record", "recording", "run", "wrap",
+]  # fmt: skip
 
 
 class Probe:
@@ -74,7 +77,6 @@ def forked(stream: Stream | None) -> Iterator[None]:
         yield
         return
     outer = current_stream(stream.device)
-    stream.wait_stream(outer)
     try:
         with stream:
             yield
@@ -185,6 +187,12 @@ class Tape:
             return None
         if tensor.slot is None:
             return tensor
+        if tensor.slot.version != tensor.state.version:
+            raise AutogradError(
+                f"{op}: an input of shape {tensor.shape}, made by {tensor.slot.op}, was overwritten "
+                "in place since",
+                "use what the in-place op returned, or the op that writes a copy",
+            )
         if tensor.slot.token is not self._token:
             raise AutogradError(
                 f"{op}: an input of shape {tensor.shape} was made by {tensor.slot.op} on another "
@@ -192,6 +200,22 @@ class Tape:
                 "call .detach() on it, or run both ops on one tape",
             )
         return tensor.slot
+
+    def check_overwrite(self, op: str, tensor: Tensor) -> None:
+        """Raise where an op must not write ``tensor`` in place."""
+        state, why = tensor.state, ""
+        if tensor.slot is None and tensor.requires_grad:
+            why = "is a leaf that requires a gradient"
+        elif tensor.slot is not None and state.owner is not self._token:
+            why = f"views storage that {tensor.slot.op} did not allocate on this tape"
+        elif state.saves:
+            readers = sorted({node.op for node in self._nodes.values() if node.saves(state)})
+            why = f"is saved for the backward of {', '.join(readers) or 'an op of another tape'}"
+        if why:
+            raise AutogradError(
+                f"{op}: an input of shape {tensor.shape} {why} and cannot be written in place",
+                "use the form that writes a copy, or call it under no_grad()",
+            )
 
     def backward(
         self,
@@ -297,6 +321,29 @@ def record(
         tape.add(op, inputs, outputs, saved, backward, settings)
 
 
+@contextlib.contextmanager
+def overwriting(
+    op: str, tensors: Sequence[Tensor], beside: Sequence[Tensor] = ()
+) -> Iterator[None]:
+    """Write the storage of ``tensors`` inside the block, where nothing needs what it holds.
+
+    On an active tape that will record the op (of ``tensors`` and others ``beside`` them), a tensor
+    must be one that the tape itself allocated and no backward reads. Tensors that view the same
+    storage and were made before the write are refused by later ops.
+
+    Raises:
+        AutogradError: The tape cannot prove that; nothing was written then.
+    """
+    tape = _ACTIVE.get()
+    if isinstance(tape, Tape) and recording(*tensors, *beside):
+        for tensor in tensors:
+            tape.check_overwrite(op, tensor)
+    yield
+    for tensor in tensors:
+        if tensor.slot is not None:
+            tensor.slot.version = tensor.state.version
+
+
 def run(function: str, /, *args: Any, strided: bool = False, **kwargs: Any) -> Any:
     """Run a function of the table on the current stream, after what last wrote its arguments.
 
@@ -312,13 +359,13 @@ def run(function: str, /, *args: Any, strided: bool = False, **kwargs: Any) -> A
     given = (*args, *kwargs.values())
     device = next((a.device for a in given if isinstance(a, torch.Tensor | Tensor)), None)
     stream = current_stream("cpu" if device is None else device)
-    for value in given:
-        if isinstance(value, Tensor):
-            value.ready_on(stream)
 
     def storage(value: Any) -> Any:
         data = value.data if isinstance(value, Tensor) else value
-        return data if strided or not isinstance(data, torch.Tensor) else data.contiguous()
+        if strided or not isinstance(data, torch.Tensor) or data.is_contiguous():
+            return data
+        state_of(data).reading(stream, data)
+        return data.contiguous()
 
     args = tuple(storage(a) for a in args)
     kwargs = {name: storage(a) for name, a in kwargs.items()}
@@ -332,10 +379,14 @@ def wrap(value: Any, stream: Stream) -> Any:
     """Return storage that work on ``stream`` writes as a Tensor of the active tape."""
     if not isinstance(value, torch.Tensor):
         return value
-    tensor = Tensor(value)
     tape = _ACTIVE.get()
+    state = state_of(value, fresh=True)
+    if state.fresh and isinstance(tape, Tape):
+        state.owner = tape.token
     home = tape.stream if isinstance(tape, Tape) else None
-    tensor.state.written(stream, record=home is not None and stream != home)
-    if isinstance(tape, Tape):
-        tensor.state.owner = tape.token
-    return tensor
+    away = home is not None and stream != home
+    if (
+        away or state.stream is None
+    ):  # away from home the event is exact, elsewhere a later one does
+        state.written(stream, record=away)
+    return Tensor(value)

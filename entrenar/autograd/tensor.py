@@ -2,49 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
-from entrenar.autograd.stream import Event, Stream
+from entrenar.autograd.stream import Stream, current_stream
 from entrenar.errors import AutogradError, DTypeError, ShapeMismatchError
+from entrenar.optable.storage import state_of
 
-__all__ = ["Slot", "StorageState", "Tensor"]
+__all__ = ["HookHandle", "Slot", "Tensor"]
+
+Hook = Callable[[torch.Tensor], torch.Tensor | None]
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
-class StorageState:
-    """What all tensors that view one piece of storage share.
+class HookHandle:
+    """What :meth:`Tensor.register_hook` returns: :meth:`remove` takes the hook off again."""
 
-    Attributes:
-        version: How often it was written in place.
-        saves: How many times nodes of a tape hold it for their backward.
-        owner: Identity of the tape whose op allocated it, or None for storage from outside.
-        stream: The stream that last wrote it, or None where it came from outside.
-    """
+    __slots__ = ("_hook", "_place")
 
-    __slots__ = ("_event", "owner", "saves", "stream", "version")
+    def __init__(self, place: Slot | Tensor, hook: Hook) -> None:
+        self._place, self._hook = place, hook
+        place.hooks = (*place.hooks, hook)
 
-    def __init__(self) -> None:
-        self.version = 0
-        self.saves = 0
-        self.owner: object | None = None
-        self.stream: Stream | None = None
-        self._event: Event | None = None
-
-    def written(self, stream: Stream, *, record: bool = False) -> None:
-        """Note that work on ``stream`` writes the storage; ``record`` an event now or when needed."""
-        self.stream = stream
-        self._event = stream.record_event() if record else None
-
-    @property
-    def event(self) -> Event | None:
-        """The event after the last write, recorded now where it was not recorded then."""
-        if self._event is None and self.stream is not None:
-            self._event = self.stream.record_event()
-        return self._event
+    def remove(self) -> None:
+        """Take the hook off; again does nothing."""
+        self._place.hooks = tuple(h for h in self._place.hooks if h is not self._hook)
 
 
 class Slot:
@@ -54,7 +40,9 @@ class Slot:
     no backward function reads.
     """
 
-    __slots__ = ("device", "dtype", "grad", "op", "owned", "serial", "shape", "stream", "token")
+    __slots__ = (
+        "device", "dtype", "grad", "hooks", "op", "owned", "serial", "shape", "token", "version",
+    )  # fmt: skip
 
     def __init__(self, tensor: Tensor, op: str, serial: int, token: object) -> None:
         self.shape = tensor.shape
@@ -63,9 +51,10 @@ class Slot:
         self.op = op
         self.serial = serial
         self.token = token
+        self.version = tensor.state.version
         self.grad: torch.Tensor | None = None
         self.owned = False
-        self.stream: Stream | None = None
+        self.hooks: tuple[Hook, ...] = ()
 
 
 class Tensor:
@@ -79,7 +68,8 @@ class Tensor:
     Attributes:
         grad: Torch storage of the same shape, or None. It may be set beforehand to a view into an
             arena, of a wider dtype too: gradients then accumulate into that storage.
-        state: Version, stream and event, shared with every tensor that views the same storage.
+        state: Version, streams and events of the storage, shared with all that view it.
+        hooks: What :meth:`register_hook` was given, for a leaf.
         slot: The tape's gradient slot; None for a leaf.
 
     Raises:
@@ -87,7 +77,7 @@ class Tensor:
     """
 
     __slots__ = (
-        "__weakref__", "_data", "_grad", "_grad_stream", "name", "requires_grad", "slot", "state",
+        "__weakref__", "_data", "_grad", "hooks", "name", "requires_grad", "slot", "state",
     )  # fmt: skip
 
     def __init__(
@@ -109,11 +99,15 @@ class Tensor:
             )
         self._data = data
         self._grad: torch.Tensor | None = None
-        self._grad_stream: Stream | None = None
         self.requires_grad = requires_grad
         self.name = name
-        self.state = StorageState()
         self.slot: Slot | None = None
+        self.hooks: tuple[Hook, ...] = ()
+        self.state = state_of(data, fresh=True)
+        if self.state.fresh:
+            self.state.fresh = False
+            if self.state.stream is None:  # nobody said who wrote it: work given to this stream
+                self.state.written(current_stream(data.device))
 
     @property
     def data(self) -> torch.Tensor:
@@ -164,25 +158,39 @@ class Tensor:
         return self.state.version, 0 if self._data.is_inference() else self._data._version
 
     def written(self, stream: Stream, *, record: bool = False) -> None:
-        """Declare that work on ``stream`` wrote the storage in place."""
+        """Declare that work on ``stream`` wrote the storage in place, other than by an op."""
         self.state.version += 1
         self.state.written(stream, record=record)
 
     def ready_on(self, stream: Stream) -> None:
         """Let ``stream`` wait for the last write, and keep the storage alive for its work."""
-        last = self.state.stream
-        if last is None or last == stream:
-            return
-        event = self.state.event
-        if event is not None:
-            stream.wait_event(event)
-        stream.keep(self._data)
+        self.state.reading(stream, self._data)
 
-    def grad_on(self, stream: Stream) -> None:
-        """Order a write of ``grad`` on ``stream`` after the last one that backward made."""
-        if self._grad_stream is not None and self._grad_stream != stream:
-            stream.wait_stream(self._grad_stream)
-        self._grad_stream = stream
+    def register_hook(self, hook: Hook) -> HookHandle:
+        """Call ``hook(grad)`` on the gradient of this tensor in each backward, once it is complete.
+
+        The gradient of an op's result is complete when the walk reaches the op; that of a leaf when
+        the outermost backward has run all ops, and before it is added to ``grad``. Hooks of one tensor
+        run in the order they were registered, leaves in the order their gradients first appeared.
+        What a hook returns takes the gradient's place; None leaves it. It must not write to its
+        argument, which others may hold.
+
+        Args:
+            hook: Gets the gradient as torch storage, on the current stream; returns storage of the
+                same shape, dtype and device, or None.
+
+        Returns:
+            A handle whose ``remove`` takes the hook off.
+
+        Raises:
+            AutogradError: The tensor requires no gradient.
+        """
+        if not self.requires_grad:
+            raise AutogradError(
+                f"register_hook: {self._label()} of shape {self.shape} requires no gradient",
+                "set requires_grad=True on it, or compute it on a tape from tensors that do",
+            )
+        return HookHandle(self if self.slot is None else self.slot, hook)
 
     def view(self, data: torch.Tensor, requires_grad: bool = False) -> Tensor:
         """Return a leaf over ``data``, which views this tensor's storage, sharing version and event."""

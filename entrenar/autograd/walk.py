@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 
 from entrenar.autograd.node import ACCUMULATED, Edge, Node, storage_address
 from entrenar.autograd.stream import Stream, current_stream
-from entrenar.autograd.tensor import Slot, Tensor
+from entrenar.autograd.tensor import Hook, Slot, Tensor
 from entrenar.errors import AutogradError
 from entrenar.optable import call
+from entrenar.optable.storage import state_of
 
 __all__ = ["walk"]
 
 Seed = tuple[Slot, torch.Tensor, bool]
+# Gradients of leaves with hooks, gathered until the outermost backward has run all ops.
+_HOOKED: ContextVar[dict[Tensor, Slot] | None] = ContextVar("entrenar_hooked", default=None)
 
 
 def walk(nodes: dict[int, Node], seeds: Sequence[Seed], *, retain: bool, overwrite: bool) -> None:
@@ -42,6 +46,42 @@ def walk(nodes: dict[int, Node], seeds: Sequence[Seed], *, retain: bool, overwri
         stream.wait_stream(home)
     for slot, grad, _ in seeds:
         _add_to_slot(slot, grad, owned=False, stream=home)
+    with _gathering(home):
+        _run_all(nodes, plan, seeds, retain=retain, overwrite=overwrite)
+    for stream in others:
+        home.wait_stream(stream)
+    if others:
+        _keep_for(home, plan)
+
+
+@contextlib.contextmanager
+def _gathering(home: Stream) -> Iterator[None]:
+    """Run the hooks of leaves behind the block, where it is not inside another backward's."""
+    if _HOOKED.get() is not None:
+        yield
+        return
+    hooked: dict[Tensor, Slot] = {}
+    token = _HOOKED.set(hooked)
+    try:
+        yield
+    finally:
+        _HOOKED.reset(token)
+    for leaf, slot in hooked.items():
+        if slot.grad is not None:
+            state_of(slot.grad).reading(home, slot.grad)
+            grad = run_hooks(f"leaf {leaf.name}".rstrip(), leaf.hooks, slot.grad)
+            owned = slot.owned and grad is slot.grad
+            _add_to_leaf(leaf, grad, owned=owned, stream=home)
+
+
+def _run_all(
+    nodes: dict[int, Node],
+    plan: Sequence[tuple[int, Node]],
+    seeds: Sequence[Seed],
+    *,
+    retain: bool,
+    overwrite: bool,
+) -> None:
     unit = next((grad for _, grad, implicit in seeds if implicit and len(seeds) == 1), None)
     try:
         for serial, node in plan:
@@ -53,10 +93,32 @@ def walk(nodes: dict[int, Node], seeds: Sequence[Seed], *, retain: bool, overwri
         for _, node in plan:
             for slot in node.outputs:
                 slot.grad = None
-    for stream in others:
-        home.wait_stream(stream)
-    if others:
-        _keep_for(home, plan)
+
+
+def run_hooks(of: str, hooks: Sequence[Hook], grad: torch.Tensor) -> torch.Tensor:
+    """Return the gradient that a tensor's hooks make of ``grad``.
+
+    Raises:
+        AutogradError: One returned something of another form.
+    """
+    for hook in hooks:
+        result = hook(grad)
+        if result is None:
+            continue
+        wanted = (tuple(grad.shape), grad.dtype, grad.device)
+        got = (
+            (tuple(result.shape), result.dtype, result.device)
+            if isinstance(result, torch.Tensor)
+            else (type(result).__name__,)
+        )
+        if got != wanted:
+            raise AutogradError(
+                f"a hook on the gradient of {of} returned {' '.join(map(str, got))}, wanted "
+                f"{' '.join(map(str, wanted))}",
+                "return torch storage of the form it was given, or None",
+            )
+        grad = result
+    return grad
 
 
 def _keep_for(home: Stream, plan: Sequence[tuple[int, Node]]) -> None:
@@ -99,16 +161,29 @@ def _run(node: Node, unit: torch.Tensor | None, *, retain: bool, overwrite: bool
     grads = tuple(slot.grad for slot in node.outputs)
     if all(grad is None for grad in grads):
         return
-    node.grads_owned = tuple(slot.owned for slot in node.outputs)
-    node.unit = unit is not None and grads[0] is unit
     with contextlib.ExitStack() as stack:
         if current_stream(node.outputs[0].device) != node.stream:
-            stack.enter_context(node.stream)
+            stack.enter_context(node.stream.entered())
         for slot in node.outputs:
-            _ready(slot.grad, slot.stream, node.stream)
+            _complete(slot, node.stream)
+        grads = tuple(slot.grad for slot in node.outputs)
+        node.grads_owned = tuple(slot.owned for slot in node.outputs)
+        node.unit = unit is not None and grads[0] is unit
+        for slot in node.outputs:
             slot.grad = None
         results = node.run(grads, overwrite=overwrite)
         _hand_on(node, grads, results, retain=retain)
+
+
+def _complete(slot: Slot, stream: Stream) -> None:
+    """Make a gradient that is complete ready for work on ``stream``, and run its hooks."""
+    if slot.grad is None:
+        return
+    state_of(slot.grad).reading(stream, slot.grad)
+    if slot.hooks:
+        grad = run_hooks(f"a result of {slot.op}", slot.hooks, slot.grad)
+        slot.owned = slot.owned and grad is slot.grad
+        slot.grad = grad
 
 
 def _hand_on(
@@ -132,6 +207,12 @@ def _hand_on(
         address = storage_address(result)
         owned = address not in kept and addresses.count(address) == 1
         owned = owned and not node.holds(address, retain=retain)
+        state = state_of(result)
+        if state.stream is None:  # made by other than an op
+            state.written(node.stream)
+        hooked = _HOOKED.get()
+        if isinstance(edge, Tensor) and edge.hooks and hooked is not None:
+            edge = hooked.setdefault(edge, Slot(edge, "leaf", 0, None))
         if isinstance(edge, Slot):
             _add_to_slot(edge, result, owned=owned, stream=node.stream)
         else:
@@ -147,18 +228,11 @@ def _check_form(node: Node, edge: Edge, result: torch.Tensor) -> None:
         )
 
 
-def _ready(grad: torch.Tensor | None, written_on: Stream | None, stream: Stream) -> None:
-    if grad is None or written_on is None or written_on == stream:
-        return
-    stream.wait_stream(written_on)
-    stream.keep(grad)
-
-
 def _add_to_slot(slot: Slot, grad: torch.Tensor, *, owned: bool, stream: Stream) -> None:
     if slot.grad is None:
-        slot.grad, slot.owned, slot.stream = grad, owned, stream
+        slot.grad, slot.owned = grad, owned
         return
-    _ready(slot.grad, slot.stream, stream)
+    state_of(slot.grad).reading(stream, slot.grad)
     if slot.owned and slot.grad.is_contiguous():
         call("add_", slot.grad, grad.contiguous(), stream=stream)
     elif owned and grad.is_contiguous():
@@ -166,11 +240,10 @@ def _add_to_slot(slot: Slot, grad: torch.Tensor, *, owned: bool, stream: Stream)
         slot.grad = grad
     else:
         slot.grad = call("add", slot.grad.contiguous(), grad.contiguous(), stream=stream)
-    slot.owned, slot.stream = True, stream
+    slot.owned = True
 
 
 def _add_to_leaf(leaf: Tensor, grad: torch.Tensor, *, owned: bool, stream: Stream) -> None:
-    leaf.grad_on(stream)
     if leaf.grad is None:
         adopt = owned and grad.is_contiguous() and grad.dtype == leaf.dtype
         if not adopt:
@@ -183,5 +256,8 @@ def _add_to_leaf(leaf: Tensor, grad: torch.Tensor, *, owned: bool, stream: Strea
     if leaf.grad.is_contiguous():
         call("add_", leaf.grad, grad.contiguous(), stream=stream)
     else:
+        state = state_of(leaf.grad)
+        state.writing(stream, leaf.grad)
         total = call("add", leaf.grad.contiguous(), grad.contiguous(), stream=stream)
         leaf.grad.copy_(total)
+        state.written(stream)

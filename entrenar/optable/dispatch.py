@@ -12,7 +12,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from entrenar import runtime
 from entrenar.checks import check_same_dtype
 from entrenar.errors import DeviceError
 from entrenar.kernels.nf4_weight import NF4Weight
+from entrenar.optable import storage
 from entrenar.optable.row import Function
 from entrenar.reference import nf4 as reference_nf4
 
@@ -36,7 +37,8 @@ def call(function: str, /, *args: Any, stream: Any = None, **kwargs: Any) -> Any
     Args:
         function: A name in ``optable.FUNCTIONS``, such as ``"rms_norm_forward"``.
         *args: Its arguments; tensors are torch storage, quantised weights are ``NF4Weight``.
-        stream: The stream to order a launch on; ignored by NumPy, which runs in order.
+        stream: The stream to order a launch on; NumPy runs in order. One of ours first waits for
+            what other streams last did to the storage the call touches, and is remembered there.
         **kwargs: Its keyword arguments.
 
     Returns:
@@ -45,9 +47,42 @@ def call(function: str, /, *args: Any, stream: Any = None, **kwargs: Any) -> Any
     Raises:
         DeviceError: The arguments lie on different devices.
     """
-    if _device(args, kwargs) == "cpu" and runtime.backend() == "numpy":
-        return _call_numpy(function, args, kwargs, stream)
-    return _launcher(function)(*args, stream=stream, **kwargs)
+    touched = [t for value in (*args, *kwargs.values()) for t in _storages(value)]
+    on_cpu = _device(touched) == "cpu" and runtime.backend() == "numpy"
+    ours = storage.orders(stream)
+    written = _written(function, args, kwargs) if ours else ()
+    if ours:
+        storage.before(touched, written, stream)
+    if on_cpu:
+        result = _call_numpy(function, args, kwargs, stream)
+    else:
+        result = _launcher(function)(*args, stream=stream, **kwargs)
+    if ours:
+        results = result if isinstance(result, tuple) else (result,)
+        storage.after(written, [t for value in results for t in _storages(value)], stream)
+    return result
+
+
+def _written(
+    function: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Sequence[torch.Tensor]:
+    """Return the storage among a call's arguments that it writes."""
+    places, asked = _places(function)
+    if not places or (asked and not _given("inplace", asked, args, kwargs)):
+        return ()
+    return [t for name, at in places for t in _storages(_given(name, at, args, kwargs))]
+
+
+@functools.cache
+def _places(function: str) -> tuple[tuple[tuple[str, int], ...], int]:
+    """Return name and position of each argument a function writes, and the position of ``inplace``."""
+    names = list(_signature(function).parameters)
+    places = tuple((name, names.index(name)) for name in _row(function).mutates)
+    return places, names.index("inplace") if "inplace" in names else 0
+
+
+def _given(name: str, at: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return args[at] if at < len(args) else kwargs.get(name)
 
 
 def _row(function: str) -> Function:
@@ -80,14 +115,13 @@ def _signature(function: str) -> inspect.Signature:
     return inspect.signature(numpy_function(function))
 
 
-def _storages(value: Any) -> list[torch.Tensor]:
+def _storages(value: Any) -> Sequence[torch.Tensor]:
     if isinstance(value, torch.Tensor):
-        return [value]
-    return value.tensors() if isinstance(value, NF4Weight) else []
+        return (value,)
+    return value.tensors() if isinstance(value, NF4Weight) else ()
 
 
-def _device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    tensors = [t for value in (*args, *kwargs.values()) for t in _storages(value)]
+def _device(tensors: Sequence[torch.Tensor]) -> str:
     devices = {str(t.device) for t in tensors}
     if len(devices) > 1:
         raise DeviceError(

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from entrenar import runtime
-from entrenar.autograd import Event, Stream, Tape, Tensor, current_stream, ops, recording
+from entrenar.autograd import Event, Stream, Tape, Tensor, current_stream, ops, recording, run
 from entrenar.autograd import stream as stream_module
 from entrenar.errors import ConfigError, CudaNotAvailableError, DeviceError
+from entrenar.optable import call
 
 Waits = list[tuple[Stream, Stream | None]]
 
@@ -60,9 +61,15 @@ def test_backward_runs_on_the_stream_of_forward(waits: Waits) -> None:
         with side:
             z = ops.silu(y)
         w = ops.silu(z)
-    # the tape's stream forks from the surrounding one and joins it; in between each op waits
     outer = current_stream("cpu")
-    assert waits == [(main, outer), (side, main), (main, side), (outer, main)]
+    assert waits == [
+        (main, outer),  # the tape's stream forks from the surrounding one
+        (main, outer),  # where x came from
+        (side, main),  # entering a stream forks it too
+        (side, main),  # y was written on main
+        (main, side),  # and z on side
+        (outer, main),  # the tape is joined
+    ]
     waits.clear()
     seen: list[Stream] = []
     with runtime.listening(lambda launch: seen.append(launch.stream)):
@@ -79,16 +86,73 @@ def test_an_op_on_another_stream_waits_for_the_last_write(waits: Waits) -> None:
     with one:
         x = ops.scale(Tensor(np.ones(2)), 2.0)
         ops.scale(x, 1.0)
-    assert waits == []
+    outer = current_stream("cpu")
+    assert waits == [(one, outer)]
+    waits.clear()
     with two:
         ops.scale(x, 1.0)
+        ops.scale(x, 1.0)
+    assert waits == [(two, outer), (two, one)]  # a stream waits once for a write
+    waits.clear()
+    with two:
         ops.add_(x, Tensor(np.ones(2)))
-    assert set(waits) == {(two, one)}
+    assert waits == [(two, outer)]  # one has read x, but only before the write that two waited for
     waits.clear()
     with one:
         y = ops.reshape(x.detach(), (2, 1))  # views share what they remember
         ops.scale(y, 1.0)
-    assert set(waits) == {(one, two)}
+    assert waits == [(one, outer), (one, two)]
+
+
+def test_a_write_waits_for_reads_on_other_streams(waits: Waits) -> None:
+    one, two, three = Stream("cpu"), Stream("cpu"), Stream("cpu")
+    x, y = Tensor(np.ones(2)), Tensor(np.ones(2))
+    outer = current_stream("cpu")
+    for stream in (one, two):
+        with stream:
+            ops.scale(x, 2.0)
+    waits.clear()
+    with three:
+        ops.add_(x, y)
+    assert waits[0] == (three, outer)
+    assert set(waits[1:]) == {(three, outer), (three, one), (three, two)}
+    waits.clear()
+    with three:
+        ops.add_(x, y)
+    assert waits == [(three, outer)]  # nothing has happened elsewhere since
+
+
+def test_raw_storage_and_quantised_weights_are_waited_for(waits: Waits) -> None:
+    """What was made on one stream by an op is ordered also where only its storage is handed on."""
+    one, two = Stream("cpu"), Stream("cpu")
+    with one:
+        dense = ops.scale(Tensor(np.ones((4, 64))), 2.0)
+        weight = run("nf4_quantize", dense)
+        ids = ops.cast(Tensor(np.zeros(3)), torch.float32).data  # any storage that an op made
+    waits.clear()
+    with two:
+        run("nf4_dequantize", weight)
+    assert set(waits[1:]) == {(two, one)}
+    waits.clear()
+    with two:
+        run("scale", ids, 1.0)
+        run("scale", ids[1:], 1.0)
+    assert waits[1:] == [(two, one)]
+
+
+def test_many_readers_are_joined_into_one(waits: Waits) -> None:
+    x = torch.ones(2)
+    readers = [Stream("cpu") for _ in range(100)]
+    for stream in readers:
+        call("scale", x, 1.0, stream=stream)
+    writer = Stream("cpu")
+    call("add_", x, torch.ones(2), stream=writer)
+    after = {writer}  # who is waited for by the writer, through others too
+    for stream, other in reversed(waits):
+        if stream in after and other is not None:
+            after.add(other)
+    assert after >= set(readers)
+    assert sum(stream is writer for stream, _ in waits) < 40
 
 
 def test_one_leaf_written_by_two_streams(waits: Waits) -> None:

@@ -10,8 +10,20 @@ import numpy as np
 import pytest
 import torch
 
-from entrenar.autograd import Node, Tape, Tensor, no_grad, ops, record, recording, run
+from entrenar.autograd import (
+    Node,
+    Tape,
+    Tensor,
+    current_stream,
+    gradcheck,
+    no_grad,
+    ops,
+    record,
+    recording,
+    run,
+)
 from entrenar.errors import AutogradError, DTypeError, ShapeMismatchError
+from entrenar.optable import call
 
 
 def leaf(*values: float, name: str = "") -> Tensor:
@@ -283,10 +295,90 @@ def test_writing_to_what_no_backward_reads_is_fine() -> None:
     assert grad_of(x) == [2.0, 2.0]
 
 
-def test_in_place_sum_is_refused_on_a_tape() -> None:
-    x = leaf(1.0)
-    with Tape(), pytest.raises(AutogradError, match="use add, or call it under no_grad"):
-        ops.add_(x, Tensor(np.ones(1)))
+def test_in_place_sum_on_a_tape_equals_the_sum() -> None:
+    a, b = np.array([1.0, -2.0]), np.array([0.5, 3.0])
+
+    def fn(x: Tensor, y: Tensor) -> Tensor:
+        h = ops.scale(x, 3.0)
+        before = ops.scale(h, 5.0)  # reads the old value, whose backward does not
+        assert ops.add_(h, y) is h
+        return ops.add(ops.multiply(h, h), before)
+
+    gradcheck(fn, [a, b])
+    x, y = Tensor(a, requires_grad=True), Tensor(b, requires_grad=True)
+    np.testing.assert_array_equal(fn(x, y).numpy(), (3 * a + b) ** 2 + 15 * a)
+
+
+def test_in_place_sum_is_refused_where_the_tape_cannot_allow_it() -> None:
+    x, one = leaf(1.0, 2.0), Tensor(np.ones(2))
+    constant = Tensor(np.zeros(2))
+    with Tape():
+        outside = r"add_: a tensor of shape \(2,\) that this tape did not make"
+        for target, other in ((x, one), (constant, x)):
+            with pytest.raises(AutogradError, match=outside):
+                ops.add_(target, other)
+        h = ops.scale(x, 2.0)
+        ops.multiply(h, h)
+        with pytest.raises(
+            AutogradError, match=r"shape \(2,\) is saved for the backward of multiply"
+        ):
+            ops.add_(h, one)
+        of_leaf = ops.reshape(x, (1, 2))
+        with pytest.raises(AutogradError, match="views storage that reshape did not allocate"):
+            ops.add_(of_leaf, ops.reshape(one, (1, 2)))
+    assert grad_free(x, h, constant) == [[1.0, 2.0], [2.0, 4.0], [0.0, 0.0]]
+
+
+def grad_free(*tensors: Tensor) -> list[list[float]]:
+    return [t.numpy().flatten().tolist() for t in tensors]
+
+
+def test_a_view_made_before_an_in_place_write_is_refused_afterwards() -> None:
+    x, one = leaf(1.0, 2.0), Tensor(np.ones(2))
+    with Tape() as tape:
+        h = ops.scale(x, 2.0)
+        view = ops.reshape(h, (2,))
+        ops.add_(view, one)
+        with pytest.raises(
+            AutogradError, match=r"scale: an input of shape \(2,\), made by scale, was over"
+        ):
+            ops.scale(h, 1.0)
+        loss = total(view)
+    tape.backward(loss)
+    assert grad_of(x) == [2.0, 2.0]
+
+
+def test_rotating_what_another_backward_reads_is_refused() -> None:
+    table = np.ones((1, 1), np.float32)
+    x = Tensor(np.ones((1, 1, 2)), requires_grad=True)
+    with Tape():
+        q, k = ops.scale(x, 2.0), ops.scale(x, 3.0)
+        ops.silu(k)
+        with pytest.raises(AutogradError, match=r"rope: .* is saved for the backward of silu"):
+            ops.rope(q, k, table, table, np.array([0]), inplace=True)
+    assert q.numpy().tolist() == [[[2.0, 2.0]]]
+
+
+def test_an_optimiser_step_between_forward_and_backward_is_noticed() -> None:
+    """https://github.com/karpathy/nanoGPT/issues/72: kernels and NumPy leave no trace in torch's count."""
+    arena = torch.ones(6)
+    w = Tensor(arena[:4].view(2, 2), requires_grad=True, name="w")
+    x = Tensor(torch.ones(3, 2), requires_grad=True)
+    with Tape() as tape:
+        y = ops.linear(x, w)
+    moments = [torch.zeros(6) for _ in range(3)]
+    step = torch.zeros(1, dtype=torch.int64)
+    before = arena._version
+    call(
+        "adamw_step", arena, moments[0], moments[1], moments[2], step, torch.ones(1),
+        stream=current_stream("cpu"),
+    )  # fmt: skip
+    assert arena._version == before
+    with pytest.raises(
+        AutogradError, match=r"linear: saved tensor 1 \('w'\) of shape \(2, 2\) was mod"
+    ):
+        tape.backward(y, torch.ones(3, 2))
+    assert x.grad is None
 
 
 def test_in_place_sum_writes_through_strides() -> None:

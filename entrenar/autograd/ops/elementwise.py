@@ -6,7 +6,7 @@ import torch
 
 from entrenar.autograd.node import Node
 from entrenar.autograd.stream import current_stream
-from entrenar.autograd.tape import record, recording, run
+from entrenar.autograd.tape import overwriting, record, recording, run
 from entrenar.autograd.tensor import Tensor
 from entrenar.errors import AutogradError, ShapeMismatchError
 
@@ -90,23 +90,28 @@ def _cast_backward(node: Node, grad: torch.Tensor) -> torch.Tensor:
 
 
 def add_(x: Tensor, other: Tensor) -> Tensor:
-    """Add to ``x`` in place and return it; an operation on values, which no tape follows.
+    """Add to ``x`` in place and return it.
 
-    A backward that still needs the old values of ``x`` raises.
+    On a tape that follows one of the two, ``x`` must have been made by one of its ops, and no
+    backward may read it: the tape knows both. Without a tape, or under ``no_grad``, it just writes;
+    a backward that still needs the old values then raises.
 
     Raises:
-        AutogradError: A tape is active and one of the two requires a gradient.
+        AutogradError: The tape cannot allow it.
         ShapeMismatchError: The shapes differ.
+        DTypeError: The dtypes differ.
     """
-    if recording(x, other):
+    follow = recording(x, other)
+    if follow and x.slot is None:
         raise AutogradError(
-            "add_: an in-place sum has no gradient", "use add, or call it under no_grad()"
+            f"add_: a tensor of shape {x.shape} that this tape did not make cannot be written in "
+            "place",
+            "use add, or call it under no_grad()",
         )
-    stream = current_stream(x.device)
-    x.ready_on(stream)
-    other.ready_on(stream)
-    _in_place("add_", x, other)
-    x.written(stream)
+    with overwriting("add_", (x,), beside=(other,)):
+        _in_place("add_", x, other)
+    if follow:
+        record("add_", (x, other), x, _add_backward)
     return x
 
 
@@ -115,9 +120,12 @@ def _in_place(function: str, x: Tensor, other: Tensor) -> None:
         run(function, x, other)
         return
     # a kernel writes contiguous storage; the strided destination gets its result by a copy
+    stream = current_stream(x.device)
+    x.state.writing(stream, x.data)
     whole = Tensor(x.data.contiguous())
     run(function, whole, other)
     x.data.copy_(whole.data)
+    x.written(stream)
 
 
 def _broadcast(op: str, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from entrenar.autograd.node import Node
-from entrenar.autograd.stream import current_stream
-from entrenar.autograd.tape import record, run, wrap
+from entrenar.autograd.stream import Stream, current_stream
+from entrenar.autograd.tape import overwriting, record, run, wrap
 from entrenar.autograd.tensor import Tensor, as_storage
 from entrenar.errors import AutogradError
 
@@ -26,35 +26,37 @@ def rope(
         cos: [P, R/2] float32, R at most D.
         sin: As ``cos``.
         positions: [T] int32 or int64, each below P.
-        inplace: Rotate the storage of ``q`` and ``k`` themselves; they must not be read afterwards,
-            and must not be leaves that require a gradient.
+        inplace: Rotate the storage of ``q`` and ``k`` themselves, which then are the results.
 
     Returns:
         The rotated queries and keys.
 
     Raises:
-        AutogradError: ``inplace`` with a leaf that requires a gradient.
+        AutogradError: ``inplace`` with a leaf that requires a gradient, with storage from outside of
+            the tape, or with values that another op's backward reads.
     """
     stream = current_stream(q.device)
-    turned = []
     for name, x in (("q", q), ("k", k)):
-        x.ready_on(stream)
-        if not inplace or not x.data.is_contiguous():
-            copy = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-            turned.append(wrap(copy.copy_(x.data), stream))
-            continue
-        if x.requires_grad and x.is_leaf:
+        if inplace and x.requires_grad and x.is_leaf:
             raise AutogradError(
                 f"rope: {name} is a leaf that requires a gradient and cannot be rotated in place",
                 "pass inplace=False",
             )
-        turned.append(x.view(x.data))
+    own = [x for x in (q, k) if inplace and x.data.is_contiguous()]
+    turned = [x.view(x.data) if x in own else _copy(x, stream) for x in (q, k)]
     tables = {"cos": as_storage(cos), "sin": as_storage(sin), "positions": as_storage(positions)}
-    run("rope_forward", *turned, **tables)
-    for x in turned:
-        x.written(stream)
+    with overwriting("rope", own, beside=(q, k)):
+        run("rope_forward", *turned, **tables)
     record("rope", (q, k), turned, _backward, **tables)
+    for x, y in zip((q, k), turned, strict=True):
+        if x in own:
+            x.slot, x.requires_grad = y.slot, y.requires_grad
     return turned[0], turned[1]
+
+
+def _copy(x: Tensor, stream: Stream) -> Tensor:
+    x.ready_on(stream)
+    return wrap(torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x.data), stream)
 
 
 def _backward(node: Node, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
