@@ -16,31 +16,46 @@ __all__ = ["checkpoint"]
 
 
 def checkpoint(fn: Callable[..., Any], *xs: Tensor) -> Any:
-    """Return ``fn(*xs)``, saving only ``xs``; backward runs ``fn`` again.
+    """Return ``fn(*xs)``, saving only ``xs``; backward runs ``fn`` again, on the stream it ran on.
 
     Parameters that ``fn`` reads, in whatever way, receive their gradients too, also where none of
-    ``xs`` requires one.
+    ``xs`` requires one. Checkpoints nest. Gradients are those without a checkpoint, to the bit.
 
     Args:
         fn: Maps tensors to a tensor or a tuple of tensors; it computes the same each time it is
-            called, its dropout seeds included.
-        *xs: Its inputs. Every tensor made on the tape that ``fn`` reads must be among them.
+            called. Ops draw no hidden random numbers: dropout has its seed as an argument.
+        *xs: Its inputs, which it must not write to. Every tensor made on the tape that ``fn`` reads
+            must be among them.
 
     Raises:
-        AutogradError: ``fn`` reads a tensor made on the tape that is not among ``xs``, returns
-            something else than tensors, or returned another number of them when run again.
+        AutogradError: ``fn`` reads a tensor made on the tape that is not among ``xs``, writes to one
+            of ``xs``, returns something else than tensors, or other tensors when run again.
     """
+    for i, x in enumerate(xs):
+        if not isinstance(x, Tensor):
+            raise AutogradError(
+                f"checkpoint: argument {i} is of type {type(x).__name__}, wanted a Tensor",
+                "bind what is not a tensor with functools.partial",
+            )
     tape = active()
     if not isinstance(tape, Tape):
         return fn(*xs)
     probe = Probe()
+    versions = [x.version for x in xs]
     with activated(probe):
         result = fn(*(_shadow(x) for x in xs))
     outputs = _as_tuple(result)
+    for i, (x, version) in enumerate(zip(xs, versions, strict=True)):
+        if x.version != version:
+            raise AutogradError(
+                f"checkpoint: the function wrote to argument {i} of shape {x.shape} in place, which "
+                "backward would have to give it again",
+                "let it write to a copy",
+            )
     made = tuple(y.view(y.data) for y in outputs)
     if probe.wanted or any(x.requires_grad for x in xs):
         # a trainable parameter inside is reason enough, so the node is added even with frozen inputs
-        tape.add("checkpoint", xs, made, xs, _backward, {"fn": fn, "stream": tape.stream})
+        tape.add("checkpoint", xs, made, xs, _backward, {"fn": fn})
     return made if isinstance(result, tuple) else made[0]
 
 
@@ -50,11 +65,13 @@ def _shadow(x: Tensor) -> Tensor:
 
 def _as_tuple(result: Any) -> tuple[Tensor, ...]:
     outputs = result if isinstance(result, tuple) else (result,)
-    for output in outputs:
-        if not isinstance(output, Tensor):
-            raise AutogradError(
-                f"checkpoint: the function returned a {type(output).__name__}, wanted Tensors", ""
-            )
+    strange = [type(y).__name__ for y in outputs if not isinstance(y, Tensor)]
+    if strange or not outputs:
+        raise AutogradError(
+            f"checkpoint: the function returned a {strange[0] if strange else 'tuple of nothing'}, "
+            "wanted Tensors",
+            "return a Tensor or a tuple of Tensors; compute numbers from them outside",
+        )
     return outputs
 
 
@@ -64,13 +81,15 @@ def _backward(node: Node, *grads: torch.Tensor | None) -> tuple[torch.Tensor | N
         Tensor(x, requires_grad=needed) for x, needed in zip(node.saved, node.needs, strict=True)
     )
     # nothing outside holds what is made here, so backward may overwrite it
-    inner = Tape(node.settings["stream"], overwrite_activations=True)
+    inner = Tape(node.stream, overwrite_activations=True)
     with inner:
         outputs = _as_tuple(fn(*inputs))
-    if len(outputs) != len(grads):
+    first = [(slot.shape, slot.dtype) for slot in node.outputs]
+    again = [(output.shape, output.dtype) for output in outputs]
+    if first != again:
         raise AutogradError(
-            f"checkpoint: the function returned {len(outputs)} tensors when run again, "
-            f"{len(grads)} the first time",
+            f"checkpoint: the function returned {_forms(again)} when run again, {_forms(first)} the "
+            "first time",
             "make it depend on its arguments alone",
         )
     seeds = [
@@ -89,3 +108,8 @@ def _backward(node: Node, *grads: torch.Tensor | None) -> tuple[torch.Tensor | N
     if seeds:
         inner.backward([output for output, _ in seeds], [grad for _, grad in seeds])
     return tuple(x.grad for x in inputs)
+
+
+def _forms(forms: list[tuple[tuple[int, ...], torch.dtype]]) -> str:
+    named = ", ".join(f"{str(d).removeprefix('torch.')} {s}" for s, d in forms)
+    return f"{len(forms)} tensors ({named})"

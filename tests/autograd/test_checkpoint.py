@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from entrenar.autograd import Tape, Tensor, checkpoint, no_grad, ops
+from entrenar import runtime
+from entrenar.autograd import Stream, Tape, Tensor, checkpoint, no_grad, ops
 from entrenar.errors import AutogradError
 
 RNG = np.random.default_rng(5)
@@ -138,7 +139,80 @@ def test_a_function_that_changes_its_mind_is_refused() -> None:
 
     with Tape() as tape:
         (y,) = checkpoint(fn, Tensor(X.copy(), requires_grad=True))
-    with pytest.raises(AutogradError, match="returned 2 tensors when run again, 1 the first time"):
+    with pytest.raises(
+        AutogradError,
+        match=r"returned 2 tensors .* when run again, 1 tensors \(float64 \(4, 6\)\) the first",
+    ):
         tape.backward(y, np.ones(X.shape))
     with Tape(), pytest.raises(AutogradError, match="returned a float"):
         checkpoint(lambda x: 1.0, Tensor(X.copy(), requires_grad=True))
+    calls.clear()
+
+    def shrink(x: Tensor) -> Tensor:
+        calls.append(None)
+        return ops.narrow(ops.silu(x), 0, 0, len(calls))
+
+    with Tape() as tape:
+        y = checkpoint(shrink, Tensor(X.copy(), requires_grad=True))
+    with pytest.raises(AutogradError, match=r"float64 \(2, 6\)\) when run again"):
+        tape.backward(y, np.ones((1, 6)))
+
+
+def test_what_is_not_a_tensor_is_refused_by_name() -> None:
+    x = Tensor(X.copy(), requires_grad=True)
+    with Tape():
+        with pytest.raises(AutogradError, match="argument 1 is of type float, wanted a Tensor"):
+            checkpoint(ops.scale, x, 2.0)  # type: ignore[arg-type]
+        with pytest.raises(AutogradError, match="returned a ndarray, wanted Tensors"):
+            checkpoint(lambda a: (ops.silu(a), a.numpy()), x)
+        with pytest.raises(AutogradError, match="returned a tuple of nothing"):
+            checkpoint(lambda a: (), x)
+
+
+def test_a_function_that_writes_to_its_input_is_refused() -> None:
+    x, one = Tensor(X.copy(), requires_grad=True), Tensor(np.ones(X.shape))
+    with Tape():
+        h = ops.scale(x, 2.0)
+        with pytest.raises(AutogradError, match=r"wrote to argument 0 of shape \(4, 6\) in place"):
+            checkpoint(lambda a: ops.add_(a, one), h)
+
+
+def deep(a: Tensor, b: Tensor, level: int, recompute: bool) -> Callable[[Tensor], Tensor]:
+    """Blocks with dropout, each level around the one below."""
+
+    def fn(x: Tensor) -> Tensor:
+        if level == 0:
+            return block(a, b)(x)
+        inner = deep(a, b, level - 1, recompute)
+        h = checkpoint(inner, x) if recompute else inner(x)
+        return ops.add(h, block(a, b)(ops.silu(h)))
+
+    return fn
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_nested_with_dropout_is_equal_to_the_bit(depth: int) -> None:
+    results = []
+    for recompute in (False, True):
+        a, b, arena = parameters()
+        x = Tensor(X.copy(), requires_grad=True)
+        with Tape() as tape:
+            y = deep(a, b, depth, recompute)(x)
+        tape.backward(y, np.ones(X.shape))
+        results.append((y.data, arena, x.grad))
+    for plain, again in zip(*results, strict=True):
+        assert torch.equal(plain, again)
+
+
+def test_it_is_recomputed_on_the_stream_it_ran_on() -> None:
+    main, side = Stream("cpu"), Stream("cpu")
+    x = Tensor(X.copy(), requires_grad=True)
+    launches: list[runtime.LaunchRecord] = []
+    with Tape(main) as tape:
+        with side:
+            y = checkpoint(lambda a: ops.multiply(ops.silu(a), a), x)
+        z = ops.scale(y, 2.0)
+    with runtime.listening(launches.append):
+        tape.backward(z, np.ones(X.shape))
+    again = [r for r in launches if r.op in ("silu_forward", "silu_backward")]
+    assert [r.stream for r in again] == [side, side]

@@ -19,7 +19,7 @@ from entrenar.autograd.ops.lora import lora_linear
 from entrenar.autograd.ops.nf4_gemm import nf4_linear
 from entrenar.autograd.ops.rms_norm import rms_norm, rms_norm_residual
 from entrenar.autograd.ops.rope import rope
-from entrenar.autograd.ops.shape import reshape, transpose
+from entrenar.autograd.ops.shape import concat, narrow, reshape, split, transpose
 from entrenar.autograd.ops.softmax import softmax
 from entrenar.autograd.ops.swiglu import gelu, relu, silu, swiglu
 
@@ -30,6 +30,7 @@ __all__ = [
     "bias_add",
     "cast",
     "causal_cross_entropy",
+    "concat",
     "cross_entropy",
     "embedding",
     "gelu",
@@ -38,6 +39,7 @@ __all__ = [
     "lora_linear",
     "matmul",
     "multiply",
+    "narrow",
     "nf4_linear",
     "relu",
     "reshape",
@@ -47,6 +49,7 @@ __all__ = [
     "scale",
     "silu",
     "softmax",
+    "split",
     "swiglu",
     "take_rows",
     "transpose",
