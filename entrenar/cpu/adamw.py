@@ -32,39 +32,12 @@ def adamw_step(
     ``step`` or ``skipped``.
     """
     before = int(step[0]) if step.size else 0
+    rest = (step, lr, beta1, beta2, eps, weight_decay, grad_scale, skip, skipped)
     if not _one_length(params, grads, m, v):
-        plain.adamw_step(
-            params,
-            grads,
-            m,
-            v,
-            step,
-            lr,
-            beta1,
-            beta2,
-            eps,
-            weight_decay,
-            grad_scale,
-            skip,
-            skipped,
-        )
+        plain.adamw_step(params, grads, m, v, *rest)
         return
     none = slice(0)
-    plain.adamw_step(
-        params[none],
-        grads[none],
-        m[none],
-        v[none],
-        step,
-        lr,
-        beta1,
-        beta2,
-        eps,
-        weight_decay,
-        grad_scale,
-        skip,
-        skipped,
-    )
+    plain.adamw_step(params[none], grads[none], m[none], v[none], *rest)
     t = int(step[0])
     if t == before:
         return

@@ -172,6 +172,17 @@ def adamw_step(
             BLOCK=_BLOCK,
             num_warps=_NUM_WARPS,
         )
+    _advance(op, step, skip, skipped, stream)
+
+
+def _advance(
+    op: str,
+    step: torch.Tensor,
+    skip: torch.Tensor | None,
+    skipped: torch.Tensor | None,
+    stream: Any,
+) -> None:
+    """Count the step as completed or, where it is skipped, as that."""
     _launch.launch(
         _advance_kernel,
         (1,),
