@@ -12,6 +12,7 @@ from typing import Any
 __version__ = "0.1.0"
 
 _PUBLIC: dict[str, str] = {
+    "CudaTrainer": "entrenar.autograd.trainer",
     "Event": "entrenar.autograd",
     "GenerateConfig": "entrenar.transformer.sampling",
     "GenerateResult": "entrenar.transformer.sampling",
@@ -20,9 +21,12 @@ _PUBLIC: dict[str, str] = {
     "Stream": "entrenar.autograd",
     "Tape": "entrenar.autograd",
     "Tensor": "entrenar.autograd",
+    "Trainer": "entrenar.autograd.trainer",
     "Transformer": "entrenar.transformer.model",
     "TransformerConfig": "entrenar.transformer.config",
     "checkpoint": "entrenar.autograd",
+    "cuda_training_available": "entrenar.autograd.trainer",
+    "detect_hazards": "entrenar.autograd.hazards",
     "gradcheck": "entrenar.autograd",
     "no_grad": "entrenar.autograd",
 }
