@@ -5,6 +5,7 @@ Each raises before any work starts and says what was found, what was wanted and 
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from entrenar.errors import DTypeError, ShapeMismatchError
@@ -24,7 +25,12 @@ FLOATS = ("float32", "float16", "bfloat16", "float64")
 
 def dtype_name(array: Any) -> str:
     """Return the bare name of an array's dtype, such as ``"float32"``."""
-    return str(array.dtype).removeprefix("torch.")
+    return _bare_name(array.dtype)
+
+
+@functools.cache
+def _bare_name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def check_ndim(op: str, name: str, array: Any, *ndims: int) -> None:

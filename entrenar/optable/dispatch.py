@@ -8,12 +8,14 @@ a copy; 16-bit storage is up-cast to float32 and each result rounded once, to ne
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.util
 import inspect
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -26,7 +28,7 @@ from entrenar.optable import storage
 from entrenar.optable.row import Function
 from entrenar.reference import nf4 as reference_nf4
 
-__all__ = ["call", "numpy_function"]
+__all__ = ["again", "call", "numpy_function", "recorded", "storages", "written"]
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -47,30 +49,35 @@ def call(function: str, /, *args: Any, stream: Any = None, **kwargs: Any) -> Any
     Raises:
         DeviceError: The arguments lie on different devices.
     """
-    touched = [t for value in (*args, *kwargs.values()) for t in _storages(value)]
+    recorder = _RECORDER.get()
+    if recorder is not None:
+        return recorder.call(function, args, kwargs, lambda: _call(function, args, kwargs, stream))
+    return _call(function, args, kwargs, stream)
+
+
+def _call(function: str, args: tuple[Any, ...], kwargs: dict[str, Any], stream: Any) -> Any:
+    touched = [t for value in (*args, *kwargs.values()) for t in storages(value)]
     on_cpu = _device(touched) == "cpu" and runtime.backend() == "numpy"
     ours = storage.orders(stream)
-    written = _written(function, args, kwargs) if ours else ()
+    writes = written(function, args, kwargs) if ours else ()
     if ours:
-        storage.before(touched, written, stream)
+        storage.before(touched, writes, stream)
     if on_cpu:
         result = _call_numpy(function, args, kwargs, stream)
     else:
         result = _launcher(function)(*args, stream=stream, **kwargs)
     if ours:
         results = result if isinstance(result, tuple) else (result,)
-        storage.after(written, [t for value in results for t in _storages(value)], stream)
+        storage.after(writes, [t for value in results for t in storages(value)], stream)
     return result
 
 
-def _written(
-    function: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Sequence[torch.Tensor]:
+def written(function: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[torch.Tensor]:
     """Return the storage among a call's arguments that it writes."""
     places, asked = _places(function)
     if not places or (asked and not _given("inplace", asked, args, kwargs)):
         return ()
-    return [t for name, at in places for t in _storages(_given(name, at, args, kwargs))]
+    return [t for name, at in places for t in storages(_given(name, at, args, kwargs))]
 
 
 @functools.cache
@@ -79,6 +86,78 @@ def _places(function: str) -> tuple[tuple[tuple[str, int], ...], int]:
     names = list(_signature(function).parameters)
     places = tuple((name, names.index(name)) for name in _row(function).mutates)
     return places, names.index("inplace") if "inplace" in names else 0
+
+
+class Recorder(Protocol):
+    """Takes the calls of a context in place of the backend, which ``run`` hands them on to."""
+
+    def call(
+        self,
+        function: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        run: Callable[[], Any],
+    ) -> Any:
+        """Return what the call returns."""
+
+
+_RECORDER: ContextVar[Recorder | None] = ContextVar("entrenar_recorder", default=None)
+
+
+@contextlib.contextmanager
+def recorded(recorder: Recorder) -> Iterator[None]:
+    """Hand every call of this context to ``recorder`` inside the block; other threads go on as ever."""
+    token = _RECORDER.set(recorder)
+    try:
+        yield
+    finally:
+        _RECORDER.reset(token)
+
+
+def again(
+    function: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+) -> Callable[[], None]:
+    """Return what repeats a call that was made over CPU storage, into the storage of its results.
+
+    Args:
+        function: Its name.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+        result: What it returned.
+    """
+    results = result if isinstance(result, tuple) else (result,)
+    touched = {t.data_ptr() for value in (*args, *kwargs.values()) for t in storages(value)}
+    targets = [
+        (place, t)
+        for place, t in enumerate(results)
+        if isinstance(t, torch.Tensor) and t.data_ptr() not in touched
+    ]
+    if runtime.backend() == "numpy":
+        compute = _prepared(function, args, kwargs)
+    else:
+        compute = functools.partial(_launcher(function), *args, **kwargs)
+
+    def repeat() -> None:
+        made = compute()
+        made = made if isinstance(made, tuple) else (made,)
+        for place, target in targets:
+            new = made[place]
+            if isinstance(new, torch.Tensor) or target.dtype in _HALF:
+                target.copy_(new if isinstance(new, torch.Tensor) else torch.from_numpy(new))
+            else:
+                np.copyto(target.numpy(), new)
+
+    return repeat
+
+
+def _prepared(function: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any]:
+    """Return what computes a call with NumPy; storage NumPy sees as it lies is viewed once."""
+    row, given = _row(function), _bind(function, args, kwargs)
+    halves = any(t.dtype in _HALF for value in given.values() for t in storages(value))
+    if halves:
+        return lambda: _compute(row, given)[0]
+    views = {name: _to_numpy(value) for name, value in given.items()}
+    return functools.partial(numpy_function(function), **views)
 
 
 def _given(name: str, at: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -115,7 +194,8 @@ def _signature(function: str) -> inspect.Signature:
     return inspect.signature(numpy_function(function))
 
 
-def _storages(value: Any) -> Sequence[torch.Tensor]:
+def storages(value: Any) -> Sequence[torch.Tensor]:
+    """Return the torch storage that an argument or result of a call consists of."""
     if isinstance(value, torch.Tensor):
         return (value,)
     return value.tensors() if isinstance(value, NF4Weight) else ()
@@ -141,23 +221,52 @@ def _to_numpy(value: Any) -> Any:
 
 def _call_numpy(function: str, args: tuple[Any, ...], kwargs: dict[str, Any], stream: Any) -> Any:
     row = _row(function)
-    bound = _signature(function).bind(*args, **kwargs)
-    bound.apply_defaults()
-    given = bound.arguments
+    given = _bind(function, args, kwargs)
     alike = {n: given[n] for n in row.alike if isinstance(given.get(n), torch.Tensor)}
     if any(
         t.dtype in _HALF for t in alike.values()
     ):  # of other dtypes the function itself sees all
         check_same_dtype(function, **alike)
+    result = _to_torch(row, given, *_compute(row, given))
+    if runtime.has_listeners():
+        results = result if isinstance(result, tuple) else (result,)
+        reads = [t for value in given.values() for t in storages(value)]
+        writes = {id(t): t for t in written(function, args, kwargs)}
+        writes |= {id(t): t for value in results for t in storages(value)}
+        runtime.announce(
+            runtime.LaunchRecord(function, stream, tuple(reads), tuple(writes.values()), "numpy")
+        )
+    return result
+
+
+def _compute(row: Function, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return what NumPy computes, and the arrays it was given; storage it wrote is rounded back."""
     views = {name: _to_numpy(value) for name, value in given.items()}
-    result = numpy_function(function)(**views)
+    result = numpy_function(row.name)(**views)
     for name in row.mutates:
         value = given.get(name)
         if isinstance(value, torch.Tensor) and value.dtype in _HALF:
             _store_half(value, views[name])
-    if runtime.has_listeners():
-        _announce(row, given, result, stream)
-    return _to_torch(row, given, views, result)
+    return result, views
+
+
+def _bind(function: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return every argument by name, defaults included: ``Signature.bind`` takes as long as an op."""
+    names, defaults = _parameters(function)
+    given = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+    fits = len(given) == len(names) and len(args) <= len(names)
+    if not fits or not kwargs.keys().isdisjoint(names[: len(args)]):
+        _signature(function).bind(*args, **kwargs)  # says what is wrong
+    return given
+
+
+@functools.cache
+def _parameters(function: str) -> tuple[tuple[str, ...], dict[str, Any]]:
+    parameters = _signature(function).parameters
+    empty = inspect.Parameter.empty
+    return tuple(parameters), {
+        n: p.default for n, p in parameters.items() if p.default is not empty
+    }
 
 
 def _store_half(value: torch.Tensor, computed: np.ndarray) -> None:
@@ -167,22 +276,7 @@ def _store_half(value: torch.Tensor, computed: np.ndarray) -> None:
         value.copy_(rounded)
 
 
-def _announce(row: Function, given: dict[str, Any], result: Any, stream: Any) -> None:
-    reads = [t for value in given.values() for t in _storages(value)]
-    writes = [t for name in row.mutates for t in _storages(given.get(name))]
-    results = result if isinstance(result, tuple) else (result,)
-    runtime.announce(
-        runtime.LaunchRecord(
-            row.name,
-            stream,
-            tuple(reads),
-            (*writes, *(r for r in results if isinstance(r, np.ndarray))),
-            "numpy",
-        )
-    )
-
-
-def _to_torch(row: Function, given: dict[str, Any], views: dict[str, Any], result: Any) -> Any:
+def _to_torch(row: Function, given: dict[str, Any], result: Any, views: dict[str, Any]) -> Any:
     """Wrap results as torch storage of the dtype the row states, returning mutated storage itself."""
     if result is None:
         return None  # a function that only writes its arguments
