@@ -6,24 +6,29 @@ from entrenar.autograd import ops
 from entrenar.autograd.checkpoint import checkpoint
 from entrenar.autograd.gradcheck import gradcheck
 from entrenar.autograd.node import ACCUMULATED, Node
+from entrenar.autograd.prefetch import DecodeAhead, Prefetcher, loaded_ahead, upload
 from entrenar.autograd.stream import Event, Stream, current_stream
 from entrenar.autograd.tape import Tape, no_grad, record, recording, run
 from entrenar.autograd.tensor import HookHandle, Tensor
 
 __all__ = [
     "ACCUMULATED",
+    "DecodeAhead",
     "Event",
     "HookHandle",
     "Node",
+    "Prefetcher",
     "Stream",
     "Tape",
     "Tensor",
     "checkpoint",
     "current_stream",
     "gradcheck",
+    "loaded_ahead",
     "no_grad",
     "ops",
     "record",
     "recording",
     "run",
+    "upload",
 ]

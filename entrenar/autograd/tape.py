@@ -388,5 +388,5 @@ def wrap(value: Any, stream: Stream) -> Any:
     if (
         away or state.stream is None
     ):  # away from home the event is exact, elsewhere a later one does
-        state.written(stream, record=away)
+        state.written(stream, stream.record_event() if away else None)
     return Tensor(value)

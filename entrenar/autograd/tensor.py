@@ -157,10 +157,10 @@ class Tensor:
         """Counts of in-place writes: by ops, and by torch on the storage itself."""
         return self.state.version, 0 if self._data.is_inference() else self._data._version
 
-    def written(self, stream: Stream, *, record: bool = False) -> None:
+    def written(self, stream: Stream) -> None:
         """Declare that work on ``stream`` wrote the storage in place, other than by an op."""
         self.state.version += 1
-        self.state.written(stream, record=record)
+        self.state.written(stream)
 
     def ready_on(self, stream: Stream) -> None:
         """Let ``stream`` wait for the last write, and keep the storage alive for its work."""

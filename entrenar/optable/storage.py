@@ -72,10 +72,10 @@ class StorageState:
         self.reading(stream, data)
         self._join(stream)
 
-    def written(self, stream: Any, *, record: bool = False) -> None:
-        """Note that work on ``stream`` has written; ``record`` an event now, else when it is needed."""
+    def written(self, stream: Any, event: Any = None) -> None:
+        """Note that work on ``stream`` has written, up to ``event``: if None, one recorded when needed."""
         self.stream = stream
-        self._event = stream.record_event() if record else None
+        self._event = event
         if self._readers:
             self._readers = {}
         self._last = None

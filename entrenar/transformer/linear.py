@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from entrenar.autograd import Tensor, ops
+from entrenar.autograd import DecodeAhead, Tensor, ops
 from entrenar.kernels.nf4_weight import NF4Weight
 
 if TYPE_CHECKING:
@@ -24,15 +24,22 @@ class Linear:
         index: Its place among the model's linears; tells the dropout masks of layers apart.
         weight: [out_features, in_features].
         bias: [out_features], or None.
+        ahead: Decodes a 4-bit weight while the layer before computes; None decodes it in its turn.
     """
 
     def __init__(
-        self, name: str, index: int, weight: Tensor | NF4Weight, bias: Tensor | None = None
+        self,
+        name: str,
+        index: int,
+        weight: Tensor | NF4Weight,
+        bias: Tensor | None = None,
+        ahead: DecodeAhead | None = None,
     ) -> None:
         self.name = name
         self.index = index
         self.weight = weight
         self.bias = bias
+        self.ahead = ahead
         self.adapter: LoraLayer | None = None
 
     def __call__(self, x: Tensor, dropout_seed: int | None = None) -> Tensor:
@@ -58,7 +65,8 @@ class Linear:
                 self.bias,
                 dropout,
                 seed,
+                self.ahead,
             )
         if isinstance(self.weight, NF4Weight):
-            return ops.nf4_linear(x, self.weight, self.bias)
+            return ops.nf4_linear(x, self.weight, self.bias, self.ahead)
         return ops.linear(x, self.weight, self.bias)

@@ -19,7 +19,15 @@ import numpy as np
 import torch
 
 from entrenar import runtime
-from entrenar.autograd import Tensor, checkpoint, current_stream, no_grad, ops, recording
+from entrenar.autograd import (
+    DecodeAhead,
+    Tensor,
+    checkpoint,
+    current_stream,
+    no_grad,
+    ops,
+    recording,
+)
 from entrenar.errors import AdapterError, ConfigError, ShapeMismatchError
 from entrenar.kernels.nf4_weight import NF4Weight
 from entrenar.optable import call
@@ -67,6 +75,8 @@ class Transformer:
         tokenizer: The model's, or None.
         path: Where it came from, or None.
         stop_token_ids: Ids that end a text; the config's where None.
+        decode_ahead: Decode each 4-bit linear on a side stream while the one before computes, which
+            takes scratch of two decoded weights. None does so on a GPU; on the CPU it would only cost.
 
     Attributes:
         dropout_step: Forward passes recorded so far; seeds the adapters' dropout, so a run that
@@ -89,6 +99,7 @@ class Transformer:
         tokenizer: Tokenizer | None = None,
         path: Path | None = None,
         stop_token_ids: tuple[int, ...] | None = None,
+        decode_ahead: bool | None = None,
     ) -> None:
         self.device = runtime.resolve_device(device)
         self.dtype = _storage_dtype(dtype, self.device)
@@ -101,6 +112,8 @@ class Transformer:
         self.dropout_step = 0
         self._trains: Tensor | None = None
         self._double_quant = double_quant
+        wanted = self.device != "cpu" if decode_ahead is None else decode_ahead
+        self._ahead = DecodeAhead(self.device) if quantize and wanted else None
         linear_weights = {f"{name}.weight" for name in linear_shapes(config)}
         held: dict[str, Tensor | NF4Weight] = {}
         for name, tensor in weights:
@@ -243,6 +256,8 @@ class Transformer:
             dropout_seed = self.dropout_step
             self.dropout_step += 1
         rows = self._rows(tokens, positions, cu_seqlens, cache, dropout_seed)
+        if self._ahead is not None:
+            self._ahead.begin()
         x, residual = ops.embedding(tokens, self._embedding), None
         for block in self._blocks:
             if not checkpointing:
@@ -323,7 +338,7 @@ class Transformer:
         self._norm = _dense(held, FINAL_NORM)
         self._lm_head = _dense(held, EMBEDDING if config.tie_word_embeddings else LM_HEAD)
         self._linears = {
-            name: Linear(name, index, held[f"{name}.weight"], _bias(held, name))
+            name: Linear(name, index, held[f"{name}.weight"], _bias(held, name), self._ahead)
             for index, name in enumerate(linear_shapes(config))
         }
         self._blocks = []

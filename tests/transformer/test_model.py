@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from entrenar.autograd import Tape, Tensor, ops
+from entrenar import runtime
+from entrenar.autograd import Stream, Tape, Tensor, ops
+from entrenar.autograd.hazards import detect_hazards
 from entrenar.errors import (
     AdapterError,
     CheckpointError,
@@ -411,6 +413,38 @@ def test_nf4_holds_linears_in_four_bits_and_nothing_else(
             assert weight.dtype == torch.float32
     error = np.abs(model.logits(IDS) - dense.logits(IDS))
     assert 0 < error.mean() < 0.5 * np.abs(dense.logits(IDS)).mean()
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_decoding_ahead_gives_the_same_training_step(
+    make_model: Callable[..., Transformer], tiny_settings: dict[str, Any], checkpointing: bool
+) -> None:
+    """Across blocks, recomputation and backward: after one pass every weight is decoded ahead of its use."""
+    settings = {**tiny_settings, "hidden_size": 64, "intermediate_size": 128}
+    results = []
+    for ahead in (False, True):
+        model = make_model(settings, dtype="float64", quantize="nf4", decode_ahead=ahead)
+        shapes = model.linear_shapes()
+        adapters = LoraAdapters(shapes, LoraConfig(r=2, target_modules=("q_proj", "down_proj")))
+        for layer in adapters.layers.values():
+            layer.lora_b.data.copy_(torch.ones(layer.lora_b.shape) * 0.1)
+        model.attach(adapters)
+        for _ in range(2):
+            launches: list[runtime.LaunchRecord] = []
+            adapters.zero_grad()
+            with detect_hazards(), runtime.listening(launches.append), Tape(Stream("cpu")) as tape:
+                hidden = model.hidden(IDS[0], np.arange(len(IDS[0])), checkpointing=checkpointing)
+                tape.backward(hidden, np.ones(hidden.shape))
+        results.append(adapters.grads.numpy().copy())
+        # a product's decode comes one product early
+        decodes = [i for i, r in enumerate(launches) if r.op == "nf4_dequantize"]
+        assert bool(decodes) == ahead
+        if ahead:
+            used = [w for r in launches if r.op == "nf4_dequantize" for w in r.writes]
+            assert len({w.data_ptr() for w in used}) == 2
+    assert np.abs(results[0]).max() > 0.01
+    # computed in float64, where only the order of sums differs, and rounded once to float32
+    np.testing.assert_allclose(results[1], results[0], rtol=2.0**-22, atol=1e-12)
 
 
 def test_bfloat16_storage(

@@ -8,7 +8,9 @@ import torch
 
 from entrenar.autograd.node import ACCUMULATED, Gradient, Node
 from entrenar.autograd.ops.gemm import bias_gradient
+from entrenar.autograd.ops.nf4_gemm import decoded
 from entrenar.autograd.ops.shape import reshape
+from entrenar.autograd.prefetch import DecodeAhead
 from entrenar.autograd.tape import record, recording, run
 from entrenar.autograd.tensor import Tensor
 from entrenar.errors import AutogradError
@@ -26,6 +28,7 @@ def lora_linear(
     bias: Tensor | None = None,
     dropout_p: float = 0.0,
     seed: int = 0,
+    ahead: DecodeAhead | None = None,
 ) -> Tensor:
     """Return ``x @ weight.T + bias + scale * (dropout(x) @ lora_a.T) @ lora_b.T``.
 
@@ -40,6 +43,7 @@ def lora_linear(
         bias: [out], or None.
         dropout_p: Share of ``x`` dropped on the way into the adapter.
         seed: Of the dropout mask, which backward draws again.
+        ahead: Decodes a 4-bit weight ahead of its use, as in :func:`nf4_linear`.
 
     Returns:
         [..., out].
@@ -54,14 +58,23 @@ def lora_linear(
         )
     if x.ndim != 2:
         flat = lora_linear(
-            reshape(x, (-1, x.shape[-1])), weight, lora_a, lora_b, scale, bias, dropout_p, seed
+            reshape(x, (-1, x.shape[-1])),
+            weight,
+            lora_a,
+            lora_b,
+            scale,
+            bias,
+            dropout_p,
+            seed,
+            ahead,
         )
         return reshape(flat, (*x.shape[:-1], weight.shape[0]))
     settings: dict[str, Any] = {"scale": scale, "dropout_p": dropout_p, "seed": seed}
-    y, s = run("lora_forward", x, weight, lora_a, lora_b, bias=bias, **settings)
+    with decoded(ahead, weight, x.data) as w:
+        y, s = run("lora_forward", x, w, lora_a, lora_b, bias=bias, **settings)
     record(
         "lora_linear", (x, lora_a, lora_b, bias), y, _backward,
-        saved=(x, weight, lora_a, lora_b, s.data), **settings,
+        saved=(x, weight, lora_a, lora_b, s.data), ahead=ahead, options=settings,
     )  # fmt: skip
     return y
 
@@ -70,10 +83,12 @@ def _backward(node: Node, grad: torch.Tensor) -> tuple[Gradient, ...]:
     x, weight, lora_a, lora_b, s = node.saved
     grad = grad.contiguous()
     out_a, out_b = node.grad_target(1), node.grad_target(2)
-    grad_x, grad_a, grad_b = node.call(
-        "lora_backward", grad, x.contiguous(), weight, lora_a, lora_b, s,
-        need_grad_x=node.needs[0], grad_a_out=out_a, grad_b_out=out_b, **node.settings,
-    )  # fmt: skip
+    ahead = node.settings["ahead"] if node.needs[0] else None
+    with decoded(ahead, weight, grad) as w:
+        grad_x, grad_a, grad_b = node.call(
+            "lora_backward", grad, x.contiguous(), w, lora_a, lora_b, s,
+            need_grad_x=node.needs[0], grad_a_out=out_a, grad_b_out=out_b, **node.settings["options"],
+        )  # fmt: skip
     return (
         grad_x,
         grad_a if out_a is None else ACCUMULATED,

@@ -2,34 +2,47 @@
 
 from __future__ import annotations
 
+import contextlib
+from contextlib import AbstractContextManager
+from typing import Any
+
 import torch
 
 from entrenar.autograd.node import Gradient, Node
 from entrenar.autograd.ops.gemm import bias_gradient
 from entrenar.autograd.ops.shape import reshape
+from entrenar.autograd.prefetch import DecodeAhead
 from entrenar.autograd.tape import record, run
 from entrenar.autograd.tensor import Tensor
 from entrenar.kernels.nf4_weight import NF4Weight
 
-__all__ = ["nf4_linear"]
+__all__ = ["decoded", "nf4_linear"]
 
 
-def nf4_linear(x: Tensor, weight: NF4Weight, bias: Tensor | None = None) -> Tensor:
+def nf4_linear(
+    x: Tensor, weight: NF4Weight, bias: Tensor | None = None, ahead: DecodeAhead | None = None
+) -> Tensor:
     """Return ``x @ weight.T + bias`` with a 4-bit weight, which has no gradient.
 
     Args:
         x: [..., in].
         weight: [out, in].
         bias: [out], or None.
+        ahead: Decodes the weight for many rows, forward and backward, ahead of its use; None lets each
+            product do it.
 
     Returns:
         [..., out].
     """
     if x.ndim != 2:
-        flat = nf4_linear(reshape(x, (-1, x.shape[-1])), weight, bias)
+        flat = nf4_linear(reshape(x, (-1, x.shape[-1])), weight, bias, ahead)
         return reshape(flat, (*x.shape[:-1], weight.shape[0]))
-    y = run("nf4_gemm_forward", x, weight, bias=bias)
-    record("nf4_linear", (x, bias), y, _backward, weight=weight)
+    with decoded(ahead, weight, x.data) as w:
+        if w is weight:
+            y = run("nf4_gemm_forward", x, w, bias=bias)
+        else:
+            y = run("matmul", x, w, trans_b=True, bias=bias)
+    record("nf4_linear", (x, bias), y, _backward, weight=weight, ahead=ahead)
     return y
 
 
@@ -37,5 +50,15 @@ def _backward(node: Node, grad: torch.Tensor) -> tuple[Gradient, ...]:
     grad = grad.contiguous()
     grad_x = None
     if node.needs[0]:
-        grad_x = node.call("nf4_gemm_backward", grad, node.settings["weight"])
+        weight = node.settings["weight"]
+        with decoded(node.settings["ahead"], weight, grad) as w:
+            function = "nf4_gemm_backward" if w is weight else "matmul"
+            grad_x = node.call(function, grad, w)
     return grad_x, bias_gradient(node, 1, grad)
+
+
+def decoded(ahead: DecodeAhead | None, weight: Any, x: torch.Tensor) -> AbstractContextManager[Any]:
+    """Return what a product of ``x`` with ``weight`` reads: the weight, or its values decoded ahead."""
+    if ahead is None or not isinstance(weight, NF4Weight):
+        return contextlib.nullcontext(weight)
+    return ahead.decoded(weight, x)
