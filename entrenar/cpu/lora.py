@@ -76,7 +76,7 @@ def lora_forward(
     scale: float,
     bias: np.ndarray | None = None,
     dropout_p: float = 0.0,
-    seed: int = 0,
+    seed: int | np.ndarray = 0,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the layer's output and the rank-r activations; see ``entrenar.reference.lora``.
 
@@ -88,7 +88,7 @@ def lora_forward(
         scale: The adapter's factor.
         bias: [out] of ``x``'s dtype, or None.
         dropout_p: Share of the adapter's input that is dropped, in [0, 1).
-        seed: Of the dropout mask, in [0, 2**63).
+        seed: Of the dropout mask, in [0, 2**63); a number, or int64 [1].
 
     Returns:
         ``y`` [T, out] and ``s`` [T, r], both of ``x``'s dtype.
@@ -99,6 +99,7 @@ def lora_forward(
         ConfigError: ``dropout_p`` or ``seed`` is out of range.
     """
     op = "lora_forward"
+    seed = plain._number(op, seed)
     plain._check(op, x, w, lora_a, lora_b, dropout_p, seed)
     check_same_dtype(op, x=x, bias=bias)
     if isinstance(w, NF4Weight):
@@ -125,7 +126,7 @@ def lora_backward(
     s: np.ndarray,
     scale: float,
     dropout_p: float = 0.0,
-    seed: int = 0,
+    seed: int | np.ndarray = 0,
     need_grad_x: bool = True,
     grad_a_out: np.ndarray | None = None,
     grad_b_out: np.ndarray | None = None,
@@ -155,6 +156,7 @@ def lora_backward(
         ConfigError: ``dropout_p`` or ``seed`` is out of range.
     """
     op = "lora_backward"
+    seed = plain._number(op, seed)
     plain._check(op, x, w, lora_a, lora_b, dropout_p, seed)
     check_same_dtype(op, x=x, grad_y=grad_y, s=s)
     check_shape(op, "grad_y", grad_y, (x.shape[0], w.shape[0]))

@@ -19,7 +19,10 @@ def dropped(x, index, seed, dropout_p, keep_scale):
     """Zero the elements of float32 ``x`` that dropout removes and scale the others.
 
     The numbers are those of ``tl.rand(seed, index)``: Philox 4x32-10 with the 64-bit index as counter.
+    ``seed`` is a number, or points to one, which a replayed graph reads anew.
     """
+    if seed.dtype.is_ptr():
+        seed = tl.load(seed)
     low = (index & 0xFFFFFFFF).to(tl.uint32)
     high = (index >> 32).to(tl.uint32)
     zero = low * 0

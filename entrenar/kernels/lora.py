@@ -56,6 +56,7 @@ from entrenar.kernels.nf4_weight import NF4Weight
 __all__ = ["lora_backward", "lora_forward"]
 
 Weight = torch.Tensor | NF4Weight
+Seed = int | torch.Tensor
 
 
 def lora_forward(
@@ -66,7 +67,7 @@ def lora_forward(
     scale: float,
     bias: torch.Tensor | None = None,
     dropout_p: float = 0.0,
-    seed: int = 0,
+    seed: Seed = 0,
     stream: Any = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the layer's output and the rank-r activations that backward reads.
@@ -79,7 +80,7 @@ def lora_forward(
         scale: The adapter's factor, such as ``lora_alpha / r``.
         bias: [out] of ``x``'s dtype, or None.
         dropout_p: Share of the adapter's input that is dropped, in [0, 1).
-        seed: Of the dropout mask, in [0, 2**63).
+        seed: Of the dropout mask, in [0, 2**63); a number, or int64 [1] on the device.
         stream: The stream to launch on; torch's current one where None.
 
     Returns:
@@ -117,7 +118,7 @@ def lora_backward(
     s: torch.Tensor,
     scale: float,
     dropout_p: float = 0.0,
-    seed: int = 0,
+    seed: Seed = 0,
     need_grad_x: bool = True,
     grad_a_out: torch.Tensor | None = None,
     grad_b_out: torch.Tensor | None = None,
@@ -180,7 +181,7 @@ def _check(
     lora_a: torch.Tensor,
     lora_b: torch.Tensor,
     dropout_p: float,
-    seed: int,
+    seed: Seed,
 ) -> None:
     check_floating(op, x=x, lora_a=lora_a)
     check_same_dtype(op, lora_a=lora_a, lora_b=lora_b)
@@ -198,7 +199,10 @@ def _check(
     check_shape(op, "lora_b", lora_b, (n_out, rank), f"w is {tuple(w.shape)}, rank is {rank}")
     if not 0 <= dropout_p < 1:
         raise ConfigError(f"{op}: dropout_p is {dropout_p}, wanted at least 0 and below 1", "")
-    if not 0 <= seed < 2**63:
+    if isinstance(seed, torch.Tensor):
+        check_dtype(op, "seed", seed, "int64")
+        check_shape(op, "seed", seed, (1,))
+    elif not 0 <= seed < 2**63:
         raise ConfigError(f"{op}: seed is {seed}, wanted at least 0 and below 2**63", "")
     require_contiguous(op, x=x, lora_a=lora_a, lora_b=lora_b)
     if isinstance(w, NF4Weight):
@@ -225,16 +229,20 @@ def _gradient(op: str, name: str, out: torch.Tensor | None, factor: torch.Tensor
     return out
 
 
+def _on_device(seed: Seed) -> tuple[torch.Tensor, ...]:
+    return (seed,) if isinstance(seed, torch.Tensor) else ()
+
+
 def _block_r(rank: int) -> int:
     return max(next_power_of_2(rank), 16)
 
 
-def _dropout(dropout_p: float, seed: int) -> dict[str, Any]:
+def _dropout(dropout_p: float, seed: Seed) -> dict[str, Any]:
     return {"seed": seed, "dropout_p": float(dropout_p), "keep_scale": 1.0 / (1.0 - dropout_p)}
 
 
 def _down(
-    op: str, x: torch.Tensor, lora_a: torch.Tensor, dropout_p: float, seed: int, stream: Any
+    op: str, x: torch.Tensor, lora_a: torch.Tensor, dropout_p: float, seed: Seed, stream: Any
 ) -> torch.Tensor:
     """Return ``drop(x) @ A.T`` in ``x``'s dtype."""
     rows, n_in = x.shape
@@ -248,7 +256,7 @@ def _down(
         (cdiv(rows, block_m),),
         op=op,
         stream=stream,
-        reads=(x, lora_a),
+        reads=(x, lora_a, *_on_device(seed)),
         writes=(s,),
         x_ptr=x,
         a_ptr=lora_a,
@@ -291,7 +299,7 @@ def _seeded_product(
         (cdiv(rows, block_m) * cdiv(cols, block_n),),
         op=op,
         stream=stream,
-        reads=(a, w, adapter.u, adapter.v, *(() if bias is None else (bias,))),
+        reads=(a, w, *adapter.tensors, *(() if bias is None else (bias,))),
         writes=(out,),
         a_ptr=a,
         b_ptr=w,
@@ -377,7 +385,7 @@ def _grad_a(
     x: torch.Tensor,
     grad_s: torch.Tensor,
     dropout_p: float,
-    seed: int,
+    seed: Seed,
     grad_a: torch.Tensor,
     accumulate: bool,
     stream: Any,
@@ -395,7 +403,7 @@ def _grad_a(
         (tiles, parts),
         op=op,
         stream=stream,
-        reads=(x, grad_s),
+        reads=(x, grad_s, *_on_device(seed)),
         writes=(grad_a_parts,),
         x_ptr=x,
         grad_s_ptr=grad_s,

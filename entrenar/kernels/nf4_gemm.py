@@ -271,7 +271,13 @@ class Adapter(NamedTuple):
     v: torch.Tensor
     scale: float = 1.0
     dropout_p: float = 0.0
-    seed: int = 0
+    seed: int | torch.Tensor = 0
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """The storage it reads; a seed may lie on the device."""
+        seed = (self.seed,) if isinstance(self.seed, torch.Tensor) else ()
+        return (self.u, self.v, *seed)
 
     @property
     def keep_scale(self) -> float:
@@ -441,7 +447,7 @@ def launch_backward(
     n_out, n_in = w.shape
     rows = grad_y.shape[0]
     tile = _tile(rows, grad_y)
-    parts = () if adapter is None else (adapter.u, adapter.v)
+    parts = () if adapter is None else adapter.tensors
     rank = 0 if adapter is None else adapter.u.shape[1]
     block_k = min(w.block_size, tile.k)
     launch(

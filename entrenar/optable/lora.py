@@ -46,15 +46,18 @@ def _sample(
     bias: bool = False,
     dropout_p: float = 0.0,
     small: bool = True,
+    on_device: bool = False,
 ) -> Sample:
     def make(rng: np.random.Generator) -> Arguments:
         given = _arguments(rng, rows, n_in, n_out, rank, nf4)
         given["bias"] = rng.standard_normal(n_out) if bias else None
-        return {**given, "dropout_p": dropout_p, "seed": 7}
+        seed = np.array([7], dtype=np.int64) if on_device else 7
+        return {**given, "dropout_p": dropout_p, "seed": seed}
 
     name = f"T{rows}_in{n_in}_out{n_out}_r{rank}"
     name += f"_{'nf4' if nf4 == 'single' else 'nf4double'}" * bool(nf4)
     name += "_bias" * bias + f"_drop{dropout_p}" * bool(dropout_p)
+    name += "_seed_on_device" * on_device
     return Sample(name, make, small=small)
 
 
@@ -102,7 +105,7 @@ def _baseline(
     scale: float,
     bias: Any = None,
     dropout_p: float = 0.0,
-    seed: int = 0,
+    seed: Any = 0,
 ) -> Any:
     """Return the same in torch; its dropout draws other numbers, so compare only without."""
     import torch
@@ -125,6 +128,8 @@ OPS = (
             _sample(17, 65, 33, 8, nf4="single"),
             _sample(9, 64, 48, 16, nf4="double", bias=True),
             _sample(21, 64, 48, 16, dropout_p=0.25),
+            _sample(21, 64, 48, 16, dropout_p=0.25, on_device=True),
+            _sample(9, 64, 48, 16, nf4="single", dropout_p=0.25, on_device=True),
             _sample(13, 64, 48, 16, nf4="single", dropout_p=0.5, bias=True),
             _sample(300, 128, 96, 16, small=False),
             _sample(300, 128, 80, 16, nf4="single", small=False),
@@ -141,6 +146,7 @@ OPS = (
             ),
             _refuse("dropout_p", 1.0, ConfigError, "dropout_p is 1.0"),
             _refuse("seed", -1, ConfigError, "seed is -1"),
+            _refuse("seed", np.zeros(2, dtype=np.int64), ShapeMismatchError, "seed has shape"),
         ),
         floats=("x", "w", "lora_a", "lora_b", "bias"),
         differentiable=("x", "lora_a", "lora_b"),

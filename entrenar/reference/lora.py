@@ -63,6 +63,14 @@ def _drop(x: np.ndarray, dropout_p: float, seed: int) -> np.ndarray:
     return np.where(_keep(x.shape, dropout_p, seed), x * x.dtype.type(1 / (1 - dropout_p)), 0)
 
 
+def _number(op: str, seed: int | np.ndarray) -> int:
+    if not isinstance(seed, np.ndarray):
+        return seed
+    check_dtype(op, "seed", seed, "int64")
+    check_shape(op, "seed", seed, (1,))
+    return int(seed[0])
+
+
 def _check(
     op: str,
     x: np.ndarray,
@@ -102,7 +110,7 @@ def lora_forward(
     scale: float,
     bias: np.ndarray | None = None,
     dropout_p: float = 0.0,
-    seed: int = 0,
+    seed: int | np.ndarray = 0,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the layer's output and the rank-r activations that backward reads.
 
@@ -114,7 +122,7 @@ def lora_forward(
         scale: The adapter's factor, such as ``lora_alpha / r``.
         bias: [out] of ``x``'s dtype, or None.
         dropout_p: Share of the adapter's input that is dropped, in [0, 1).
-        seed: Of the dropout mask, in [0, 2**63).
+        seed: Of the dropout mask, in [0, 2**63); a number, or int64 [1].
 
     Returns:
         ``y`` [T, out] and ``s`` [T, r] = ``drop(x) @ A.T``, unscaled, both of ``x``'s dtype.
@@ -125,6 +133,7 @@ def lora_forward(
         ConfigError: ``dropout_p`` or ``seed`` is out of range.
     """
     op = "lora_forward"
+    seed = _number(op, seed)
     _check(op, x, w, lora_a, lora_b, dropout_p, seed)
     check_same_dtype(op, x=x, bias=bias)
     dtype = x.dtype
@@ -145,7 +154,7 @@ def lora_backward(
     s: np.ndarray,
     scale: float,
     dropout_p: float = 0.0,
-    seed: int = 0,
+    seed: int | np.ndarray = 0,
     need_grad_x: bool = True,
     grad_a_out: np.ndarray | None = None,
     grad_b_out: np.ndarray | None = None,
@@ -179,6 +188,7 @@ def lora_backward(
         ConfigError: ``dropout_p`` or ``seed`` is out of range.
     """
     op = "lora_backward"
+    seed = _number(op, seed)
     _check(op, x, w, lora_a, lora_b, dropout_p, seed)
     check_same_dtype(op, x=x, grad_y=grad_y, s=s)
     check_shape(op, "grad_y", grad_y, (x.shape[0], w.shape[0]))

@@ -27,7 +27,7 @@ def lora_linear(
     scale: float,
     bias: Tensor | None = None,
     dropout_p: float = 0.0,
-    seed: int = 0,
+    seed: int | torch.Tensor = 0,
     ahead: DecodeAhead | None = None,
 ) -> Tensor:
     """Return ``x @ weight.T + bias + scale * (dropout(x) @ lora_a.T) @ lora_b.T``.
@@ -42,7 +42,7 @@ def lora_linear(
         scale: The adapter's factor.
         bias: [out], or None.
         dropout_p: Share of ``x`` dropped on the way into the adapter.
-        seed: Of the dropout mask, which backward draws again.
+        seed: Of the dropout mask, which backward draws again; a number, or int64 [1] on the device.
         ahead: Decodes a 4-bit weight ahead of its use, as in :func:`nf4_linear`.
 
     Returns:
