@@ -40,7 +40,7 @@ def checkpoint(fn: Callable[..., Any], *xs: Tensor) -> Any:
     tape = active()
     if not isinstance(tape, Tape):
         return fn(*xs)
-    probe = Probe()
+    probe = Probe(tape.token)
     versions = [x.version for x in xs]
     with activated(probe):
         result = fn(*(_shadow(x) for x in xs))

@@ -11,7 +11,8 @@ from entrenar.autograd.stream import Stream
 from entrenar.autograd.tensor import Slot, Tensor
 from entrenar.errors import AutogradError
 from entrenar.optable import call
-from entrenar.optable.storage import StorageState
+from entrenar.optable.dispatch import storages
+from entrenar.optable.storage import StorageState, known_state
 
 __all__ = ["ACCUMULATED", "Backward", "Edge", "Node", "Saved"]
 
@@ -125,6 +126,23 @@ class Node:
     def saves(self, state: StorageState) -> bool:
         """Whether backward reads a tensor on this storage."""
         return any(saved.state is state for saved in self._saved)
+
+    def held(self) -> list[tuple[object, int, object | None]]:
+        """Return (identity, bytes, tape that allocated it) of each piece of storage that is saved.
+
+        What a tape's op allocated counts whole, as it is kept; of other storage the part in use.
+        """
+        found: list[tuple[object, int, object | None]] = []
+        for value in (saved.value for saved in self._saved):
+            for data in storages(value):
+                state = known_state(data)
+                if state is not None and state.owner is not None:
+                    whole = data.untyped_storage()
+                    found.append((whole.data_ptr(), whole.nbytes(), state.owner))
+                else:
+                    used = data.numel() * data.element_size()
+                    found.append(((data.data_ptr(), used), used, None))
+        return found
 
     def call(self, function: str, /, *args: Any, **kwargs: Any) -> Any:
         """Run a function of the table on the node's stream."""

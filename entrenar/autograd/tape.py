@@ -8,11 +8,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar, Token
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
 
+from entrenar.autograd.draw import draw
 from entrenar.autograd.node import Backward, Edge, Node
 from entrenar.autograd.stream import Stream, current_stream
 from entrenar.autograd.tensor import Slot, Tensor
@@ -29,11 +31,15 @@ __all__ = [
 class Probe:
     """Stands in for a tape while ``checkpoint`` runs forward: records nothing, sees gradients wanted.
 
+    Args:
+        token: Identity of the tape it stands in for, which owns what is made.
+
     Attributes:
         wanted: Whether any op so far had an input that requires a gradient.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, token: object) -> None:
+        self.token = token
         self.wanted = False
 
     def see(self, op: str, inputs: Sequence[Tensor | None]) -> None:
@@ -249,6 +255,21 @@ class Tape:
             overwrite = self.overwrite_activations and not retain_graph
             walk(self._nodes, seeds, retain=retain_graph, overwrite=overwrite)
 
+    def draw(self, path: str | Path | None = None) -> str:
+        """Return a picture of the ops recorded now: forms, streams, and bytes saved for backward.
+
+        Args:
+            path: None for a text table. A file to write, by its ending: ``.txt`` the table, ``.dot`` or
+                ``.gv`` Graphviz' source, ``.svg``, ``.png`` or ``.pdf`` rendered by Graphviz' ``dot``.
+
+        Returns:
+            The table, or the source of the drawing.
+
+        Raises:
+            ConfigError: The path ends otherwise, or ``dot`` is needed and not installed.
+        """
+        return draw(self._nodes, self._token, path)
+
     def _seed(self, loss: Tensor, grad: Any) -> tuple[Slot, torch.Tensor, bool]:
         if not isinstance(loss, Tensor):
             raise AutogradError(
@@ -381,7 +402,7 @@ def wrap(value: Any, stream: Stream) -> Any:
         return value
     tape = _ACTIVE.get()
     state = state_of(value, fresh=True)
-    if state.fresh and isinstance(tape, Tape):
+    if state.fresh and tape is not None:
         state.owner = tape.token
     home = tape.stream if isinstance(tape, Tape) else None
     away = home is not None and stream != home
