@@ -9,7 +9,17 @@ import pytest
 import torch
 
 from entrenar import runtime
-from entrenar.autograd import Event, Stream, Tape, Tensor, current_stream, ops, recording, run
+from entrenar.autograd import (
+    Event,
+    Stream,
+    Tape,
+    Tensor,
+    checkpoint,
+    current_stream,
+    ops,
+    recording,
+    run,
+)
 from entrenar.autograd import stream as stream_module
 from entrenar.errors import ConfigError, CudaNotAvailableError, DeviceError
 from entrenar.optable import call
@@ -186,6 +196,55 @@ def test_streams_of_threads_are_their_own() -> None:
         assert recording()
     assert seen["stream"] is not mine
     assert seen["recording"] is False
+
+
+def test_two_tapes_in_two_threads_do_not_disturb_each_other() -> None:
+    """Each has its tape, stream, hooks and checkpoints; they share frozen weights and the op table."""
+    rng = np.random.default_rng(0)
+    weight = Tensor(rng.standard_normal((16, 16)))
+    inputs = [rng.standard_normal((8, 16)) for _ in range(2)]
+    start = threading.Barrier(2)
+    errors: list[str] = []
+
+    def step(x: Tensor, w: Tensor, stream: Stream, hooked: list[float]) -> list[np.ndarray]:
+        w.grad = None
+        with Tape(stream, overwrite_activations=True) as tape:
+            h = checkpoint(lambda a: ops.silu(ops.linear(a, weight)), ops.linear(x, w))
+            h.register_hook(lambda g: hooked.append(float(g.numpy()[0, 0])))
+            y = ops.multiply(h, h)
+        tape.backward(y, np.ones(y.shape))
+        assert w.grad is not None
+        return [np.array(w.grad.numpy()), np.array([hooked[-1]])]
+
+    def leaves(which: int) -> tuple[Tensor, Tensor]:
+        return Tensor(inputs[which]), Tensor(np.eye(16) * (which + 1.0), requires_grad=True)
+
+    wanted = [step(*leaves(i), Stream("cpu"), []) for i in range(2)]
+
+    def work(which: int) -> None:
+        stream, hooked = Stream("cpu"), []
+        x, w = leaves(which)
+        start.wait()
+        for _ in range(50):
+            got = step(x, w, stream, hooked)
+            if not all(np.array_equal(a, b) for a, b in zip(got, wanted[which], strict=True)):
+                errors.append(f"thread {which}: values")
+        if set(streams[which]) != {stream} or len(hooked) != 50 or recording():
+            errors.append(f"thread {which}: state")
+
+    streams: list[list[Stream]] = [[], []]
+    threads = [threading.Thread(target=work, args=(i,), name=str(i)) for i in range(2)]
+
+    def note(launch: runtime.LaunchRecord) -> None:
+        streams[int(threading.current_thread().name)].append(launch.stream)
+
+    with runtime.listening(note):
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert errors == []
+    assert len(streams[0]) == len(streams[1]) > 300
 
 
 def test_blocks_nest_and_are_left_on_errors() -> None:
