@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -674,6 +675,48 @@ def test_tensor_refuses_what_it_cannot_hold() -> None:
     with pytest.raises(ShapeMismatchError, match="does not fit"):
         ops.reshape(Tensor(np.ones(6)), (4, -1))
     assert "requires_grad=True" in repr(leaf(1.0))
+
+
+def ones(*shape: int) -> Tensor:
+    return Tensor(np.ones(shape))
+
+
+TABLE = np.ones((2, 2), np.float32)
+MISFITS: list[tuple[str, Callable[[], object], list[str]]] = [
+    ("matmul", lambda: ops.matmul(ones(2, 3), ones(4, 5)), ["3 columns", "4 rows"]),
+    ("linear", lambda: ops.linear(ones(7, 2, 3), ones(4, 5)), ["(7, 2, 3)", "(4, 5)"]),
+    ("add", lambda: ops.add(ones(2, 3), ones(4)), ["(2, 3)", "(4,)"]),
+    ("multiply", lambda: ops.multiply(ones(2, 3), ones(4)), ["(2, 3)", "(4,)"]),
+    ("add_", lambda: ops.add_(ones(2, 3), ones(3, 2)), ["(3, 2)", "(2, 3)"]),
+    ("bias_add", lambda: ops.bias_add(ones(2, 3), ones(4)), ["(4,)", "(3)"]),
+    ("rms_norm", lambda: ops.rms_norm(ones(2, 3), ones(4), 1e-5), ["(4,)", "(3)"]),
+    ("swiglu", lambda: ops.swiglu(ones(2, 3), ones(2, 4)), ["(2, 4)", "(2, 3)"]),
+    ("attention", lambda: ops.attention(ones(2, 3, 4), *[ones(2, 2, 4)] * 2), ["3 heads", "has 2"]),
+    ("cross_entropy", lambda: ops.cross_entropy(ones(2, 3), np.arange(4)), ["(4,)", "(2)"]),
+    (
+        "rope",
+        lambda: ops.rope(ones(2, 1, 4), ones(3, 1, 4), TABLE, TABLE, np.arange(2)),
+        ["(3, 1, 4)"],
+    ),
+    (
+        "lora",
+        lambda: ops.lora_linear(ones(2, 3), ones(4, 3), ones(1, 3), ones(5, 1), 1.0),
+        ["(5, 1)"],
+    ),
+    ("reshape", lambda: ops.reshape(ones(2, 3), (4,)), ["(2, 3)", "(4,)"]),
+]
+
+
+@pytest.mark.parametrize(("op", "run_it", "sizes"), MISFITS, ids=[m[0] for m in MISFITS])
+def test_an_error_names_the_op_and_the_shapes(
+    op: str, run_it: Callable[[], object], sizes: list[str]
+) -> None:
+    with Tape() as tape, pytest.raises(ShapeMismatchError) as caught:
+        run_it()
+    assert caught.value.message.startswith(op)
+    for size in sizes:
+        assert size in caught.value.message
+    assert len(tape) == 0
 
 
 def test_rotating_a_trainable_leaf_in_place_is_refused() -> None:

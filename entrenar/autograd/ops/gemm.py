@@ -8,6 +8,7 @@ from entrenar.autograd.node import ACCUMULATED, Gradient, Node
 from entrenar.autograd.ops.shape import reshape
 from entrenar.autograd.tape import record, run
 from entrenar.autograd.tensor import Tensor
+from entrenar.errors import ShapeMismatchError
 
 __all__ = ["linear", "matmul"]
 
@@ -71,7 +72,15 @@ def linear(
 
     Returns:
         [..., out].
+
+    Raises:
+        ShapeMismatchError: The shapes do not fit.
     """
+    if weight.ndim != 2 or not x.ndim or x.shape[-1] != weight.shape[1]:
+        raise ShapeMismatchError(
+            f"linear: x has shape {x.shape} and weight {weight.shape}, wanted [..., in] and [out, in]",
+            "",
+        )
     if x.ndim != 2:
         flat = linear(reshape(x, (-1, x.shape[-1])), weight, bias, precision)
         return reshape(flat, (*x.shape[:-1], weight.shape[0]))
