@@ -16,6 +16,7 @@ _PUBLIC: dict[str, str] = {
     "Event": "entrenar.autograd",
     "GenerateConfig": "entrenar.transformer.sampling",
     "GenerateResult": "entrenar.transformer.sampling",
+    "Graph": "entrenar.autograd.graph",
     "InstructConfig": "entrenar.finetune.config",
     "InstructPipeline": "entrenar.finetune.instruct_pipeline",
     "Stream": "entrenar.autograd",

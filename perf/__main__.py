@@ -4,6 +4,7 @@ Commands:
 static    compile every kernel for GPUs offline: registers, spills, matrix instructions
 traffic   bytes each op loads and stores in the emulator, over the floor
 counters  instructions, sectors and bank conflicts in the emulator; races and unset memory
+launches  launches, waits and allocations of a training step, as it runs and replayed
 step      one QLoRA training step on a real model, beside its floor
 gpu       the tests and every timing that needs a GPU
 prove     every test at full counts; the record is kept in perf/results/prove.json
@@ -16,7 +17,7 @@ import sys
 
 from entrenar.errors import EntrenarError
 
-COMMANDS = ("static", "traffic", "counters", "step", "gpu", "prove")
+COMMANDS = ("static", "traffic", "counters", "launches", "step", "gpu", "prove")
 
 
 def main(arguments: list[str]) -> int:
