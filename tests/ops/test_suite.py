@@ -24,23 +24,33 @@ import torch
 from entrenar import optable
 from entrenar.errors import DTypeError, LayoutError
 from entrenar.optable import FUNCTIONS, OPS, ErrorCase, Op, Sample
-from entrenar.reference.nf4 import NF4Weight as ReferenceNF4Weight
 from entrenar.testing import (
     Tolerance,
     assert_close,
     directional_derivative,
     error_of,
-    poisoned,
     rng,
-    round_to,
     to_float64,
     to_storage,
     torch_dtype,
     unit_roundoff,
 )
+from perf.oracle import (
+    as_tuple,
+    case,
+    check_backward,
+    check_forward,
+    grad_outputs,
+    on_backend,
+    oracle,
+    rounded,
+    run,
+    stored,
+    tolerance,
+    with_dtype,
+)
 
 PROVE = os.environ.get("ENTRENAR_PROVE", "") not in ("", "0")
-NF4_TYPES = (ReferenceNF4Weight, optable.dispatch.NF4Weight)
 VARIABLE = {"cpu": "numpy", "ptx": "ptx", "interpret": "triton", "cuda": ""}
 
 
@@ -106,77 +116,8 @@ def oracle_process(request: pytest.FixtureRequest) -> None:
 # ---- running an op ----
 
 
-def oracle(function: str, /, **arguments: Any) -> Any:
-    family = FUNCTIONS[function].family
-    return getattr(importlib.import_module(f"entrenar.reference.{family}"), function)(**arguments)
-
-
-def on_backend(function: str, /, **arguments: Any) -> Any:
-    return optable.call(function, **arguments)
-
-
-def as_tuple(result: Any) -> tuple[Any, ...]:
-    if isinstance(result, NF4_TYPES):
-        fields = (
-            getattr(result, n) for n in ("codes", "absmax", "absmax_codes", "absmax2", "offset")
-        )
-        return tuple(f for f in fields if f is not None)
-    if result is None:
-        return ()
-    return result if isinstance(result, tuple) else (result,)
-
-
-def run(call: Callable[..., Any], op: Op, inputs: dict[str, Any]) -> tuple[Any, ...]:
-    """Return the results of the forward function, then the arguments it writes."""
-    results = as_tuple(call(op.forward.name, **inputs))
-    written = tuple(inputs[n] for n in op.forward.mutates if inputs.get(n) is not None)
-    aliased = {id(r) for r in results}
-    return (*results, *(w for w in written if id(w) not in aliased))
-
-
-def rounded(op: Op, inputs: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """Round what carries the dtype to it, every other floating array to float32."""
-    out = {}
-    for name, value in inputs.items():
-        if isinstance(value, np.ndarray) and value.dtype.kind == "f":
-            value = round_to(value, dtype if name in op.floats else "float32")
-        out[name] = value
-    return out
-
-
-def stored(op: Op, inputs: Mapping[str, Any], dtype: str, device: str) -> dict[str, Any]:
-    return {
-        name: to_storage(value, dtype if name in op.floats else "float32", device)
-        for name, value in inputs.items()
-    }
-
-
 def device_of(backend: str) -> str:
     return "cuda" if backend == "cuda" else "cpu"
-
-
-def with_dtype(inputs: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """NF4 weights decode to the dtype under test in the oracle, too."""
-    return {
-        k: type(v)(**{**vars(v), "dtype": dtype}) if isinstance(v, ReferenceNF4Weight) else v
-        for k, v in inputs.items()
-    }
-
-
-def tolerance(op: Op, inputs: Mapping[str, Any], got: Any, dtype: str) -> Tolerance:
-    return Tolerance(
-        dtype=str(got.dtype).removeprefix("torch."),
-        accumulator=dtype if op.rounds_inside else "float32",
-        reduction=op.reduction(dict(inputs)),
-        a=op.a,
-        b=op.b,
-        reason=op.tolerance_reason,
-        scale=op.scale(dict(inputs)) if op.scale else 0.0,
-    )
-
-
-def case(op: Op, sample: Sample, dtype: str) -> dict[str, Any]:
-    return with_dtype(rounded(op, sample.make(rng(op.name, sample.id)), dtype), dtype)
 
 
 def wanted_dtype(rule: str, inputs: Mapping[str, Any], override: str | None) -> torch.dtype:
@@ -185,11 +126,6 @@ def wanted_dtype(rule: str, inputs: Mapping[str, Any], override: str | None) -> 
         return named
     source = inputs.get(rule.strip("()"))
     return source.dtype if source is not None else torch_dtype(rule)
-
-
-def grad_outputs(op: Op, sample: Sample, outputs: tuple[Any, ...]) -> list[np.ndarray]:
-    generator = rng(op.name, sample.id, "grad")
-    return [generator.standard_normal(tuple(outputs[i].shape)) for i in op.grad_outputs]
 
 
 # ---- what runs where ----
@@ -295,47 +231,13 @@ def test_forward_and_backward(op: Op, dtype: str, sample: Sample, backend: str) 
     """Results and gradients against the oracle, from inputs that are already rounded."""
     inputs = case(op, sample, dtype)
     storage = stored(op, inputs, dtype, device_of(backend))
-    before = copy.deepcopy(inputs)
-    wanted = run(oracle, op, copy.deepcopy(inputs))
-    with poisoned():
-        got = run(on_backend, op, storage)
-    assert len(got) == len(wanted)
-    for i, (g, w) in enumerate(zip(got, wanted, strict=True)):
-        assert_close(g, w, tolerance(op, before, g, dtype), f"result {i}")
+    got = check_forward(op, copy.deepcopy(inputs), storage, dtype)
     rules = op.forward.results
     for g, rule in zip(got, rules, strict=False):
         assert g.dtype == wanted_dtype(rule, storage, op.forward.override), rule
         assert g.device.type == device_of(backend)
     if op.vjp is not None:
-        check_backward(op, dtype, sample, backend, before, got)
-
-
-def check_backward(
-    op: Op, dtype: str, sample: Sample, backend: str, inputs: dict[str, Any], got: tuple[Any, ...]
-) -> None:
-    """Feed both backward passes the results the backend gave, so only the pass itself is compared."""
-    assert op.vjp is not None
-    storage = stored(op, inputs, dtype, device_of(backend))
-    grads = grad_outputs(op, sample, got)
-    outs = [got[i] for i in op.grad_outputs]
-    grads = [
-        round_to(g, str(o.dtype).removeprefix("torch.")) for g, o in zip(grads, outs, strict=True)
-    ]
-    grads_storage = tuple(
-        to_storage(g, str(o.dtype).removeprefix("torch."), device_of(backend))
-        for g, o in zip(grads, outs, strict=True)
-    )
-    saved = tuple(to_float64(g) if g.is_floating_point() else g.cpu().numpy() for g in got)
-    wanted = op.vjp(oracle, copy.deepcopy(inputs), saved, tuple(copy.deepcopy(grads)))
-    with poisoned():
-        result = op.vjp(on_backend, storage, got, grads_storage)
-    assert set(result) == set(wanted)
-    for name in op.differentiable:
-        if inputs.get(name) is None:
-            continue
-        g, w = result[name], wanted[name]
-        assert tuple(g.shape) == np.shape(inputs[name]), f"gradient of {name}"
-        assert_close(g, w, tolerance(op, inputs, g, dtype), f"gradient of {name}")
+        check_backward(op, dtype, sample, device_of(backend), inputs, got)
 
 
 @pytest.mark.usefixtures("oracle_process")
