@@ -55,7 +55,8 @@ def checkpoint(fn: Callable[..., Any], *xs: Tensor) -> Any:
     made = tuple(y.view(y.data) for y in outputs)
     if probe.wanted or any(x.requires_grad for x in xs):
         # a trainable parameter inside is reason enough, so the node is added even with frozen inputs
-        tape.add("checkpoint", xs, made, xs, _backward, {"fn": fn})
+        saved = (*xs, *probe.read.values())
+        tape.add("checkpoint", xs, made, saved, _backward, {"fn": fn})
     return made if isinstance(result, tuple) else made[0]
 
 
@@ -78,7 +79,8 @@ def _as_tuple(result: Any) -> tuple[Tensor, ...]:
 def _backward(node: Node, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     fn = node.settings["fn"]
     inputs = tuple(
-        Tensor(x, requires_grad=needed) for x, needed in zip(node.saved, node.needs, strict=True)
+        Tensor(x, requires_grad=needed)
+        for x, needed in zip(node.saved[: len(node.needs)], node.needs, strict=True)
     )
     # nothing outside holds what is made here, so backward may overwrite it
     inner = Tape(node.stream, overwrite_activations=True)

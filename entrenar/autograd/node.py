@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from entrenar.optable import call
 from entrenar.optable.dispatch import storages
 from entrenar.optable.storage import StorageState, known_state
 
-__all__ = ["ACCUMULATED", "Backward", "Edge", "Node", "Saved"]
+__all__ = ["ACCUMULATED", "Backward", "Edge", "Node", "Saved", "Watched"]
 
 
 class _Accumulated:
@@ -59,6 +60,29 @@ class Saved:
             )
 
 
+class Watched(Saved):
+    """Something that backward reads without the node keeping it: only its version is remembered."""
+
+    __slots__ = ("_alive", "_of", "_shape")
+
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__(None)
+        self.name, self.version = tensor.name, tensor.version
+        self._of, self._alive, self._shape = tensor.state, weakref.ref(tensor.data), tensor.shape
+
+    def check(self, op: str, position: int) -> None:
+        """Raise where it was written since."""
+        data = self._alive()
+        torch_version = self.version[1] if data is None or data.is_inference() else data._version
+        if (self._of.version, torch_version) != self.version:
+            label = f"{self.name!r}" if self.name else "a tensor"
+            raise AutogradError(
+                f"{op}: {label} of shape {self._shape}, which the function read, was modified in "
+                "place after the forward pass, and backward would compute with other values",
+                "run backward before the in-place write",
+            )
+
+
 class Node:
     """An op on the tape.
 
@@ -97,7 +121,7 @@ class Node:
         self.settings = settings
         self.grads_owned: tuple[bool, ...] = ()
         self.unit = False
-        self._saved = tuple(Saved(value) for value in saved)
+        self._saved = tuple(v if isinstance(v, Saved) else Saved(v) for v in saved)
         self._backward = backward
         self._token = token
         self._overwrite = False

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 
 from entrenar.autograd.draw import draw
-from entrenar.autograd.node import Backward, Edge, Node
+from entrenar.autograd.node import Backward, Edge, Node, Watched
 from entrenar.autograd.stream import Stream, current_stream
 from entrenar.autograd.tensor import Slot, Tensor
 from entrenar.autograd.walk import walk
 from entrenar.errors import AutogradError
 from entrenar.optable import call
-from entrenar.optable.storage import state_of
+from entrenar.optable.storage import StorageState, state_of
 
 __all__ = [
     "Probe", "Tape", "active", "no_grad", "overwriting", "record", "recording", "run", "wrap",
@@ -36,14 +36,16 @@ class Probe:
 
     Attributes:
         wanted: Whether any op so far had an input that requires a gradient.
+        read: What ops read that was made outside, once for each piece of storage, as it was first.
     """
 
     def __init__(self, token: object) -> None:
         self.token = token
         self.wanted = False
+        self.read: dict[StorageState, Watched] = {}
 
-    def see(self, op: str, inputs: Sequence[Tensor | None]) -> None:
-        """Note an op's inputs.
+    def see(self, op: str, inputs: Sequence[Tensor | None], saved: Sequence[Any]) -> None:
+        """Note an op's inputs, and what its backward would read.
 
         Raises:
             AutogradError: One was made on a tape outside the checkpointed function.
@@ -56,6 +58,9 @@ class Probe:
                     "pass the tensor to checkpoint as an argument",
                 )
             self.wanted = self.wanted or (tensor is not None and tensor.requires_grad)
+        for value in (*inputs, *saved):
+            if isinstance(value, Tensor) and value.state.owner is not self.token:
+                self.read.setdefault(value.state, Watched(value))
 
 
 _ACTIVE: ContextVar[Tape | Probe | None] = ContextVar("entrenar_tape", default=None)
@@ -336,7 +341,7 @@ def record(
     if tape is None:
         return
     if isinstance(tape, Probe):
-        tape.see(op, inputs)
+        tape.see(op, inputs, saved)
     elif any(tensor is not None and tensor.requires_grad for tensor in inputs):
         outputs = (outputs,) if isinstance(outputs, Tensor) else outputs
         tape.add(op, inputs, outputs, saved, backward, settings)

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from entrenar import runtime
-from entrenar.autograd import Stream, Tape, Tensor, checkpoint, no_grad, ops
+from entrenar.autograd import Stream, Tape, Tensor, checkpoint, current_stream, no_grad, ops
 from entrenar.errors import AutogradError
+from entrenar.optable import call
 
 RNG = np.random.default_rng(5)
 W1, W2 = RNG.standard_normal((8, 6)), RNG.standard_normal((6, 8))
@@ -188,6 +189,48 @@ def deep(a: Tensor, b: Tensor, level: int, recompute: bool) -> Callable[[Tensor]
         return ops.add(h, block(a, b)(ops.silu(h)))
 
     return fn
+
+
+@pytest.mark.parametrize("what", ["parameter", "frozen", "bias", "seed"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_write_to_what_the_function_read_is_noticed(what: str, recompute: bool) -> None:
+    """An optimiser step, a new seed or a new weight before backward: it would compute with other values."""
+    a, b, arena = parameters()
+    frozen, bias = Tensor(W1.copy(), name="frozen"), Tensor(np.ones(8), name="bias")
+    seed = torch.tensor([3])
+
+    def fn(x: Tensor) -> Tensor:
+        h = ops.lora_linear(x, frozen, a, b, 0.5, dropout_p=0.25, seed=seed)
+        return ops.silu(ops.add(h, bias))
+
+    with Tape() as tape:
+        x = ops.scale(Tensor(X.copy(), requires_grad=True), 1.0)
+        y = checkpoint(fn, x) if recompute else fn(x)
+    written = {"parameter": a.data, "frozen": frozen.data, "bias": bias.data, "seed": seed}[what]
+    if what == "bias" and not recompute:
+        return  # no backward reads it
+    if what == "seed":
+        seed.fill_(4)
+    else:
+        call("fill_", written, 0.5, stream=current_stream("cpu"))
+    with pytest.raises(AutogradError, match="modified in place after the forward pass"):
+        tape.backward(y, np.ones(y.shape))
+    assert float(arena.abs().max()) == 0.0
+
+
+def test_a_constant_made_inside_is_not_kept() -> None:
+    made: list[weakref.ref] = []
+
+    def fn(x: Tensor) -> Tensor:
+        constant = Tensor(np.full(X.shape, 2.0))
+        made.append(weakref.ref(constant.data))
+        return ops.multiply(x, constant)
+
+    with Tape() as tape:
+        y = checkpoint(fn, Tensor(X.copy(), requires_grad=True))
+    gc.collect()
+    assert made[0]() is None
+    tape.backward(y, np.ones(X.shape))
 
 
 @pytest.mark.parametrize("depth", [1, 3])

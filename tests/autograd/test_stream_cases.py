@@ -49,6 +49,8 @@ def card(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
         return enter
 
+    # an earlier test may have emulated, and there is no GPU to give Triton back to
+    monkeypatch.setattr(_launch, "_leave_emulator", lambda: None)
     monkeypatch.setattr(torch.cuda, "device", setting("device"))
     monkeypatch.setattr(torch.cuda, "stream", setting("stream"))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: now["stream"])

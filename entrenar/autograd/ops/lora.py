@@ -70,17 +70,18 @@ def lora_linear(
         )
         return reshape(flat, (*x.shape[:-1], weight.shape[0]))
     settings: dict[str, Any] = {"scale": scale, "dropout_p": dropout_p, "seed": seed}
+    drawn = Tensor(seed) if isinstance(seed, torch.Tensor) else None  # so that a write is noticed
     with decoded(ahead, weight, x.data) as w:
         y, s = run("lora_forward", x, w, lora_a, lora_b, bias=bias, **settings)
     record(
         "lora_linear", (x, lora_a, lora_b, bias), y, _backward,
-        saved=(x, weight, lora_a, lora_b, s.data), ahead=ahead, options=settings,
+        saved=(x, weight, lora_a, lora_b, s.data, drawn), ahead=ahead, options=settings,
     )  # fmt: skip
     return y
 
 
 def _backward(node: Node, grad: torch.Tensor) -> tuple[Gradient, ...]:
-    x, weight, lora_a, lora_b, s = node.saved
+    x, weight, lora_a, lora_b, s, _ = node.saved
     grad = grad.contiguous()
     out_a, out_b = node.grad_target(1), node.grad_target(2)
     ahead = node.settings["ahead"] if node.needs[0] else None
