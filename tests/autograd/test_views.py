@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from entrenar.autograd import Tape, Tensor, ops
 from entrenar.errors import DTypeError, ShapeMismatchError
