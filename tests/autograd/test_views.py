@@ -46,6 +46,23 @@ def test_parts_are_views_and_joining_copies() -> None:
     )
 
 
+def test_a_reshape_copies_only_where_no_strides_fit() -> None:
+    """Heads of one part of a fused projection are a view; a transposed matrix in one row is not."""
+    x = Tensor(np.arange(24.0).reshape(2, 12), requires_grad=True)
+    with Tape() as tape:
+        queries, _, _ = ops.split(x, (4, 4, 4))
+        heads = ops.reshape(queries, (2, 2, 2))
+        assert heads.data.untyped_storage().data_ptr() == x.data.untyped_storage().data_ptr()
+        flat = ops.reshape(ops.transpose(queries), (8,))
+        assert not np.shares_memory(flat.numpy(), x.numpy())
+        np.testing.assert_array_equal(flat.numpy(), x.numpy()[:, :4].T.ravel())
+        loss = ops.add(total(ops.multiply(heads, heads)), total(flat))
+    tape.backward(loss)
+    wanted = np.zeros((2, 12))
+    wanted[:, :4] = 2 * x.numpy()[:, :4] + 1
+    np.testing.assert_array_equal(Tensor(x.grad).numpy(), wanted)
+
+
 def test_views_that_do_not_fit_are_refused_by_name_and_shape() -> None:
     x = Tensor(np.ones((2, 3)))
     for call_, message in (
