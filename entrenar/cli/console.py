@@ -33,12 +33,17 @@ class Console:
 
     On a terminal with rich installed and ``NO_COLOR`` unset, headings and numbers are coloured and
     :meth:`status` keeps a line at the bottom; elsewhere every line is plain text.
+
+    Args:
+        label: Of a process beside the one that prints: its notices alone are shown, on standard
+            error and behind this; empty for the one that prints.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, label: str = "") -> None:
+        self._label = label
         self._rich: Any = None
         self._status: Any = None
-        wants_colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+        wants_colour = not label and sys.stdout.isatty() and not os.environ.get("NO_COLOR")
         if wants_colour and importlib.util.find_spec("rich") is not None:
             from rich.console import Console as RichConsole
 
@@ -46,6 +51,8 @@ class Console:
 
     def line(self, text: str = "", style: str = "") -> None:
         """Print one line."""
+        if self._label:
+            return
         if self._rich is None:
             print(text, flush=True)
         else:
@@ -64,6 +71,8 @@ class Console:
 
     def notice(self, text: str) -> None:
         """Print something that went otherwise than asked."""
+        if self._label:
+            print(f"{self._label}: note: {text}", file=sys.stderr, flush=True)
         self.line(f"note: {text}", style="yellow")
 
     def block(self, label: str, text: str) -> None:
@@ -76,6 +85,8 @@ class Console:
 
     def masked(self, pieces: list[tuple[str, bool]]) -> None:
         """Print a sample: text that carries loss as it is, the rest dimmed (in ⟦ ⟧ without colour)."""
+        if self._label:
+            return
         if self._rich is None:
             print("".join(text if kept else f"⟦{text}⟧" for text, kept in pieces), flush=True)
             return

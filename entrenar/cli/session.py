@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import signal
@@ -22,6 +23,7 @@ from entrenar.finetune.run_folder import RunFolder
 if TYPE_CHECKING:
     from entrenar.cli.train import RunSettings
     from entrenar.finetune.instruct_pipeline import InstructPipeline
+    from entrenar.finetune.ranks import Ranks
     from entrenar.finetune.training_run import RunResult, TrainingRun
 
 __all__ = ["Session"]
@@ -37,16 +39,24 @@ class Session:
         settings: Paths and intervals.
         folder: The run's folder, already checked.
         resume: Continue the folder's last checkpoint.
+        ranks: The processes that train together; only the first prints and writes.
     """
 
     def __init__(
-        self, config: InstructConfig, settings: RunSettings, folder: RunFolder, *, resume: bool
+        self,
+        config: InstructConfig,
+        settings: RunSettings,
+        folder: RunFolder,
+        *,
+        resume: bool,
+        ranks: Ranks,
     ) -> None:
-        self.config = config
+        self.config = config.replace(device=ranks.device(config.device))
+        self.ranks = ranks
         self.settings = settings
         self.folder = folder
         self.resume = resume
-        self.console = Console()
+        self.console = Console("" if ranks.leads else f"rank {ranks.rank}")
         self.questions: list[Conversation] = []
         self._plain_prompt = False
         self._times: deque[float] = deque(maxlen=20)
@@ -59,8 +69,11 @@ class Session:
         train, heldout, tokenizer = self._data()
         for example in train.examples[:show]:
             self.console.masked(_pieces(example, tokenizer))
-        with self.folder.claimed():
-            if empty:  # unless a run that began in the meantime has written to it
+        claimed = self.folder.claimed() if self.ranks.leads else contextlib.nullcontext()
+        with self.ranks.joined(device), claimed:
+            if (
+                empty and self.ranks.leads
+            ):  # unless a run that began in the meantime has written to it
                 self.folder.check()
             return self._run(train, heldout, device)
 
@@ -71,7 +84,7 @@ class Session:
 
         self.console.status("reading the model")
         started = time.perf_counter()
-        pipeline = InstructPipeline.from_pretrained(self.settings.model, self.config)
+        pipeline = InstructPipeline.from_pretrained(self.settings.model, self.config, self.ranks)
         self.console.status(None)
         self._banner(pipeline, train, heldout, device, time.perf_counter() - started)
         training = TrainingRun(
@@ -88,6 +101,8 @@ class Session:
         )
         before = [] if self.resume else self._answers(pipeline)
         result = self._train(training)
+        if not self.ranks.leads:
+            return 130 if result.interrupted else 0
         return self._report(pipeline, result, before)
 
     # data
@@ -180,7 +195,10 @@ class Session:
         config, adapters = pipeline.config, pipeline.adapters
         trainable = adapters.num_parameters
         total = pipeline.model.num_parameters()
-        steps = total_steps([len(e) for e in train.examples], config)
+        world = self.ranks.world
+        plan = config.replace(grad_accum_steps=config.grad_accum_steps * world)
+        steps = total_steps([len(e) for e in train.examples], plan)
+        together = f" on {world} ranks" if world > 1 else ""
         weights = str(pipeline.model.dtype).removeprefix("torch.")
         if config.quantize_nf4:
             weights = "NF4 with quantised scales" if config.double_quant else "NF4"
@@ -196,8 +214,8 @@ class Session:
                 f"{count(trainable)} trained ({100 * trainable / total:.2f} %)",
                 "data": f"{self.settings.data}: {count(len(train.examples))} samples, "
                 f"{count(train.tokens)} tokens, {count(train.response_tokens)} learned{held}",
-                "steps": f"{count(steps)} of {config.batch_size} × {config.grad_accum_steps} samples, "
-                f"peak learning rate {config.learning_rate:g}, {config.schedule}",
+                "steps": f"{count(steps)} of {config.batch_size} × {config.grad_accum_steps} samples"
+                f"{together}, peak learning rate {config.learning_rate:g}, {config.schedule}",
                 "device": f"{device}, {gibibytes(runtime.available_memory_bytes(device))} free",
                 "output": f"{self.folder.path} (seed {config.seed})",
             }
@@ -232,6 +250,8 @@ class Session:
         """Answer the held-out questions greedily."""
         from entrenar.transformer.generation import GenerateConfig
 
+        if not self.ranks.leads:
+            return []
         greedy = GenerateConfig(max_new_tokens=_ANSWER_TOKENS, temperature=0.0)
         found = []
         for number, conversation in enumerate(self.questions, start=1):

@@ -10,6 +10,7 @@ from typing import Any
 from entrenar.cli.config_flags import config_from
 from entrenar.errors import ConfigError
 from entrenar.finetune.config import InstructConfig, nearest
+from entrenar.finetune.ranks import Ranks
 from entrenar.finetune.run_folder import RunFolder
 
 __all__ = ["RunSettings", "run"]
@@ -79,8 +80,10 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             "--output is missing", "say --output and a new folder, such as runs/first"
         )
+    ranks = Ranks.from_environment()
     folder = RunFolder(arguments.output)
-    folder.check(arguments.resume, arguments.overwrite)
+    if ranks.leads:  # the others would find what it has begun to write
+        folder.check(arguments.resume, arguments.overwrite)
     file = arguments.config
     if file is None and arguments.resume and folder.is_run:
         file = str(folder.config)  # the run's own settings, so that --output --resume is enough
@@ -88,7 +91,9 @@ def run(arguments: argparse.Namespace) -> int:
     settings = RunSettings.resolve(arguments, table)
     if arguments.resume:
         _check_model(folder, settings.model)
-    return train(config, settings, folder, resume=arguments.resume, show=arguments.show)
+    return train(
+        config, settings, folder, resume=arguments.resume, show=arguments.show, ranks=ranks
+    )
 
 
 def _check_model(folder: RunFolder, model: str) -> None:
@@ -113,8 +118,9 @@ def train(
     *,
     resume: bool = False,
     show: int = 0,
+    ranks: Ranks | None = None,
 ) -> int:
     """Train and report; everything that can fail early fails before the model is loaded."""
     from entrenar.cli.session import Session
 
-    return Session(config, settings, folder, resume=resume).run(show)
+    return Session(config, settings, folder, resume=resume, ranks=ranks or Ranks()).run(show)

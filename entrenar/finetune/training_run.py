@@ -25,6 +25,7 @@ from entrenar.finetune.checkpoint import Checkpoint, latest_checkpoint, write_ch
 from entrenar.finetune.environment import describe_environment
 from entrenar.finetune.files import write_text
 from entrenar.finetune.instruct_pipeline import InstructBatchResult, InstructPipeline
+from entrenar.finetune.instruct_pipeline.results import perplexity
 from entrenar.finetune.metrics import MetricsLog, read_metrics
 from entrenar.finetune.plot import plot_loss
 from entrenar.finetune.run_folder import RunFolder
@@ -111,10 +112,15 @@ class TrainingRun:
         self.on_row = on_row
         self.on_notice = on_notice
         self.lengths = [len(example) for example in train]
-        self.total_steps = total_steps(self.lengths, self.config)
+        self.ranks = pipeline.ranks
+        # As one rank would with that many times the batch: a step's micro-batches are shared out.
+        self._plan = self.config.replace(
+            grad_accum_steps=self.config.grad_accum_steps * self.ranks.world
+        )
+        self.total_steps = total_steps(self.lengths, self._plan)
         self.schedule = LearningRate.from_config(self.config, self.total_steps)
         self.result = RunResult(total_steps=self.total_steps)
-        self._stop = False
+        self._stop = self._stopped = False
         self._log: MetricsLog | None = None
 
     def stop(self) -> None:
@@ -138,9 +144,9 @@ class TrainingRun:
         self._begin(found)
         if found is None:
             self.result.eval_before = self._evaluate(0, 0.0)
-        if not self._stop:
+        if not self._agree_to_stop():
             self._steps()
-        if self._stop and self.result.steps < self.total_steps:
+        if self._stopped and self.result.steps < self.total_steps:
             self.result.interrupted = True
             if self.result.steps:
                 self._save(self.result.steps)
@@ -148,6 +154,11 @@ class TrainingRun:
             self._finish()
         self.result.seconds = time.perf_counter() - started
         return self.result
+
+    def _agree_to_stop(self) -> bool:
+        """Whether any rank was asked to stop; all ranks ask at the same places."""
+        self._stopped = self.ranks.sums([float(self._stop)], self.pipeline.device)[0] > 0
+        return self._stopped
 
     def _notice(self, text: str) -> None:
         self.result.notices.append(text)
@@ -157,13 +168,14 @@ class TrainingRun:
 
     def _resume_point(self) -> Checkpoint | None:
         found, passed = latest_checkpoint(self.folder.checkpoints)
+        self._check_alike(found)
         for name in passed:
             self._notice(f"the checkpoint {name} is incomplete and was passed over")
         if found is None:
             self._notice(
                 f"{self.folder.checkpoints} holds no complete checkpoint: the run starts over"
             )
-            kept = self.folder.set_aside() if passed else None
+            kept = self.folder.set_aside() if passed and self.ranks.leads else None
             if kept is not None:
                 self._notice(f"the damaged checkpoints and the metrics were kept in {kept}")
             return None
@@ -178,6 +190,12 @@ class TrainingRun:
                 f"{found.path} is of a run with other settings: {'; '.join(changed)}",
                 "resume with the same settings, or start a new run with --overwrite",
             )
+        if found.state.get("ranks", 1) != self.ranks.world:
+            raise CheckpointError(
+                f"{found.path} is of a run with {found.state.get('ranks', 1)} ranks, this one has "
+                f"{self.ranks.world}",
+                "resume with as many processes, or start a new run with --overwrite",
+            )
         if found.state["data"] != self._fingerprint() or found.state["total"] != self.total_steps:
             raise CheckpointError(
                 f"{found.path} is of a run on other data",
@@ -185,11 +203,23 @@ class TrainingRun:
             )
         return found
 
+    def _check_alike(self, found: Checkpoint | None) -> None:
+        """Refuse to go on where ranks found different checkpoints, as on disks of their own."""
+        step = float(found.step if found is not None else -1)
+        if self.ranks.sums([step], self.pipeline.device)[0] != step * self.ranks.world:
+            raise CheckpointError(
+                f"rank {self.ranks.rank} found {found.path if found else 'no checkpoint'} in "
+                f"{self.folder.checkpoints}, others something else",
+                "give all ranks one folder on a disk they share",
+            )
+
     def _begin(self, found: Checkpoint | None) -> None:
+        if found is not None:
+            self._restore(found)
+        if not self.ranks.leads:
+            return
         if found is None:
             self.folder.clear()
-        else:
-            self._restore(found)
         self.folder.begin(self.config, self.settings)
         environment = describe_environment(self.pipeline.device)
         write_text(self.folder.environment, json.dumps(environment, indent=2) + "\n")
@@ -217,8 +247,8 @@ class TrainingRun:
 
     def _steps(self) -> None:
         in_a_row = 0
-        plan = plan_steps(self.lengths, self.config, start=self.result.steps)
-        while self.result.steps < self.total_steps and not self._stop:
+        plan = plan_steps(self.lengths, self._plan, start=self.result.steps)
+        while self.result.steps < self.total_steps and not self._agree_to_stop():
             epoch, step = next(plan)
             outcome = self._step(epoch, step)
             in_a_row = in_a_row + 1 if outcome.non_finite else 0
@@ -266,9 +296,17 @@ class TrainingRun:
     def _evaluate(self, step: int, epoch: float) -> float | None:
         if not self.heldout:
             return None
-        outcome = self.pipeline.evaluate_examples(self.heldout, should_stop=lambda: self._stop)
-        if self._stop and step < self.total_steps:
+        mine = self.heldout[self.ranks.rank :: self.ranks.world]
+        outcome = self.pipeline.evaluate_examples(mine, should_stop=lambda: self._stop)
+        tokens = outcome.total_response_tokens
+        summed, counted = self.ranks.sums(
+            [outcome.avg_loss * tokens, float(tokens)], self.pipeline.device
+        )
+        if self._agree_to_stop() and step < self.total_steps:
             return None  # of some of the samples only
+        if self.ranks.world > 1:
+            loss = summed / counted if counted else 0.0
+            outcome = dataclasses.replace(outcome, avg_loss=loss, perplexity=perplexity(loss))
         self._write(
             step=step,
             epoch=round(epoch, 6),
@@ -279,12 +317,16 @@ class TrainingRun:
         return outcome.avg_loss
 
     def _write(self, **row: Any) -> None:
+        if not self.ranks.leads:
+            return
         assert self._log is not None  # opened by _begin
         self.on_row(self._log.append(row))
 
     # ending
 
     def _save(self, step: int) -> None:
+        if not self.ranks.leads:
+            return
         arena = {
             name: np.array(getattr(self.pipeline.adapters, name).to("cpu").numpy())
             for name in _ARENA
@@ -294,6 +336,7 @@ class TrainingRun:
             "config": self.config.to_dict(),
             "data": self._fingerprint(),
             "total": self.total_steps,
+            "ranks": self.ranks.world,
             "eval_before": self.result.eval_before,
             "non_finite": self.result.non_finite,
             # Shuffling and dropout are functions of these two alone: no generator has a state.
@@ -312,6 +355,8 @@ class TrainingRun:
         self._stop = False  # what is left is worth finishing
         epoch = self._last_epoch()
         self.result.eval_after = self._evaluate(done, epoch)
+        if not self.ranks.leads:
+            return
         self.pipeline.save_adapter(self.folder.adapter)
         try:
             plot_loss(read_metrics(self.folder.metrics), self.folder.plot, self.folder.path.name)
@@ -319,6 +364,8 @@ class TrainingRun:
             self._notice(f"loss.png was not drawn: {error}")
 
     def _last_epoch(self) -> float:
+        if not self.ranks.leads:
+            return 0.0
         rows = [row for row in read_metrics(self.folder.metrics) if "epoch" in row]
         return float(rows[-1]["epoch"]) if rows else 0.0
 

@@ -22,6 +22,7 @@ from entrenar.finetune.instruct_pipeline.results import (
     InstructStepResult,
     perplexity,
 )
+from entrenar.finetune.ranks import Ranks
 from entrenar.finetune.schedule import LearningRate
 from entrenar.lora import LoraAdapters, LoraConfig
 from entrenar.lora.peft_files import load_adapter, save_adapter
@@ -42,6 +43,7 @@ class InstructPipeline:
         model: The base model, frozen.
         config: The settings; ``max_seq_len`` is lowered to the model's context where it is longer.
         adapters: Adapters to go on with; fresh ones by the settings where None.
+        ranks: The processes that train together; each takes its share of a step's micro-batches.
 
     Attributes:
         model: The base model with the adapters attached.
@@ -54,8 +56,13 @@ class InstructPipeline:
     """
 
     def __init__(
-        self, model: Transformer, config: InstructConfig, adapters: LoraAdapters | None = None
+        self,
+        model: Transformer,
+        config: InstructConfig,
+        adapters: LoraAdapters | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
+        self.ranks = ranks or Ranks()
         self.notices: list[str] = []
         context = model.config.context_length
         if config.max_seq_len > context:
@@ -81,13 +88,17 @@ class InstructPipeline:
 
     @classmethod
     def from_pretrained(
-        cls, path: str | Path, config: InstructConfig | None = None
+        cls,
+        path: str | Path,
+        config: InstructConfig | None = None,
+        ranks: Ranks | None = None,
     ) -> InstructPipeline:
         """Load a base model and give it fresh adapters.
 
         Args:
             path: A Hugging Face folder or a GGUF file.
             config: The settings; the defaults where not given.
+            ranks: The processes that train together.
 
         Raises:
             CheckpointError: There is no whole, supported model at ``path``.
@@ -106,7 +117,7 @@ class InstructPipeline:
             device=device,
             double_quant=config.double_quant,
         )
-        return cls(model, config)
+        return cls(model, config, ranks=ranks)
 
     # training
 
@@ -146,7 +157,7 @@ class InstructPipeline:
         """Take one optimiser step on micro-batches of examples that carry loss.
 
         Args:
-            micro_batches: Samples, already cut; each with a response token.
+            micro_batches: Samples of all ranks, already cut; each with a response token.
             learning_rate: The step's rate; by the schedule of the configuration where None.
             skipped: Samples the caller left out, for the result.
         """
@@ -192,6 +203,8 @@ class InstructPipeline:
         with forked(self._stream), np.errstate(all="ignore"):
             self.adapters.zero_grad()
             for number, batch in enumerate(micro_batches):
+                if number % self.ranks.world != self.ranks.rank:
+                    continue
                 packed = pack(batch, self.device)
                 recompute = self._recomputes(packed)
                 seed = _dropout_seed(self.config, self.steps, number)
@@ -199,7 +212,9 @@ class InstructPipeline:
                     loss_sum, _ = self._loss(packed, 1.0 / total, recompute, seed)
                 tape.backward(loss_sum)
                 sums.append(loss_sum)
-            loss = sum(loss_sum.item() for loss_sum in sums) / total
+            self.ranks.add(self.adapters.grads, self._stream)
+            summed = sum(loss_sum.item() for loss_sum in sums)
+            loss = self.ranks.sums([summed], self.device)[0] / total
             if not math.isfinite(loss):
                 return loss, math.nan, False
             norm, factor, skip = call(
@@ -229,6 +244,7 @@ class InstructPipeline:
             weight_decay=self.config.weight_decay,
             grad_scale=factor,
             skip=skip,
+            skipped=arena.arena.skipped,
             stream=self._stream,
         )
 
