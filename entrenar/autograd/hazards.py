@@ -34,6 +34,7 @@ from entrenar import runtime
 from entrenar.autograd.stream import Event, Stream, current_stream
 from entrenar.autograd.tensor import Tensor
 from entrenar.errors import StreamHazardError
+from entrenar.optable.storage import known_state
 
 __all__ = ["Access", "Detector", "Hazard", "detect_hazards"]
 
@@ -177,7 +178,7 @@ class Detector:
             for tensor, writes in given:
                 memory = self._memory_of(tensor)
                 access = _access(record.op, stream, clock[stream], writes, site, tensor)
-                memory.home = memory.home or stream
+                memory.home = memory.home or _home_of(tensor, writes, stream)
                 self._check(memory, access, clock)
                 _remember(memory, access, clock)
 
@@ -364,6 +365,12 @@ def _stream_of(stream: Any, tensor: torch.Tensor) -> Stream:
     if isinstance(stream, Stream):
         return stream
     return current_stream(tensor.device) if stream is None else Stream(torch_stream=stream)
+
+
+def _home_of(tensor: torch.Tensor, writes: bool, stream: Stream) -> Stream:
+    """Return the stream that allocated what is seen first: that of the launch, unless others wrote it."""
+    state = known_state(tensor)
+    return stream if writes or state is None else state.stream or stream
 
 
 def _site() -> str:
