@@ -6,14 +6,16 @@ either side sees them, so only what a kernel computes is compared, not how its i
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
+import torch
 
-from entrenar import optable
+from entrenar import optable, runtime
 from entrenar.optable import FUNCTIONS, Op, Sample
 from entrenar.reference.nf4 import NF4Weight as ReferenceNF4Weight
 from entrenar.testing import (
@@ -32,9 +34,11 @@ __all__ = [
     "check",
     "check_backward",
     "check_forward",
+    "everything",
     "grad_outputs",
     "on_backend",
     "oracle",
+    "reporting_unset",
     "rounded",
     "run",
     "stored",
@@ -190,3 +194,49 @@ def check(op: Op, sample: Sample, dtype: str, device: str = "cpu") -> None:
     got = check_forward(op, copy.deepcopy(inputs), stored(op, inputs, dtype, device), dtype)
     if op.vjp is not None:
         check_backward(op, dtype, sample, device, inputs, got)
+
+
+def everything(op: Op, sample: Sample, dtype: str) -> list[bytes]:
+    """Return the bytes of each result and gradient of a sample on CPU storage.
+
+    The backward pass is given the oracle's results, so that its inputs are the same whatever the forward
+    pass made of them.
+    """
+    inputs = case(op, sample, dtype)
+    with poisoned():
+        results = run(on_backend, op, stored(op, inputs, dtype))
+    made = list(results)
+    if op.vjp is not None:
+        kinds = [str(r.dtype).removeprefix("torch.") for r in results]
+        exact = run(oracle, op, copy.deepcopy(inputs))
+        saved = tuple(to_storage(np.asarray(w), k) for w, k in zip(exact, kinds, strict=True))
+        grads = zip(op.grad_outputs, grad_outputs(op, sample, saved), strict=True)
+        given = tuple(to_storage(g, kinds[i]) for i, g in grads)
+        with poisoned():
+            gradient = op.vjp(on_backend, stored(op, inputs, dtype), saved, given)
+        made += [gradient[n] for n in op.differentiable if inputs.get(n) is not None]
+    flat = (m.reshape(-1).clone(memory_format=torch.contiguous_format) for m in made)
+    return [f.view(torch.uint8).numpy().tobytes() for f in flat]
+
+
+@contextlib.contextmanager
+def reporting_unset(driver: Any) -> Iterator[None]:
+    """Have the emulator report reads of results that no launch has written yet.
+
+    What a launcher declares to write and not to read counts as unset, up to its first launch in the block.
+    """
+    before = driver.opts
+    seen: dict[int, Any] = {}  # holds the storage, so that no other gets its address meanwhile
+
+    def launched(record: runtime.LaunchRecord) -> None:
+        read = {t.untyped_storage().data_ptr() for t in record.reads if t is not None}
+        places = {t.untyped_storage().data_ptr(): t for t in record.writes if t is not None}
+        unset = [t for at, t in places.items() if at not in read and at not in seen and t.numel()]
+        driver.opts = {**before, "uninit": unset}
+        seen.update(places)
+
+    with runtime.listening(launched):
+        try:
+            yield
+        finally:
+            driver.opts = before
