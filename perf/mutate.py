@@ -196,7 +196,8 @@ class _Bench:
 
     def _kinds(self) -> str:
         kinds = {r.kind for info in self.driver.history for r in info.reports}
-        guards = {"guard" for info in self.driver.history for w in info.warnings if "written" in w}
+        warnings = [w for info in self.driver.history for w in info.warnings]
+        guards = {"guard" for w in warnings if w.startswith("array of")}
         return ", ".join(sorted(kinds | guards))
 
     def changed(self, wanted: list[list[bytes]]) -> int:

@@ -263,19 +263,22 @@ def build_ops():
                 ("u32", "u32"),
                 f"BX2(A,B,{ {'add': '(f64)x+y', 'sub': '(f64)x-y', 'mul': '(f64)x*y'}.get(n) or e })",
             )
-    op("fma.f16", "h", ("h",) * 3, "ashu((f16)((f64)ash(A)*(f64)ash(B)+(f64)ash(C)))")
-    op("fma.bf16", "bh", ("bh",) * 3, "tobf_d((f64)bf(A)*(f64)bf(B)+(f64)bf(C))")
+    for t, d, widen in (("f16", "h", "ash"), ("bf16", "bh", "bf")):
+        for n, o in (("add", "+"), ("sub", "-")):
+            op(f"{n}.f32.{t}", "f32", (d, "f32"), f"(f32){widen}(A){o}B")
+    op("fma.f16", "h", ("h",) * 3, "ashu((f16)fma_odd(ash(A),ash(B),ash(C)))")
+    op("fma.bf16", "bh", ("bh",) * 3, "tobf_d(fma_odd(bf(A),bf(B),bf(C)))")
     op(
         "fma.f16x2",
         "u32",
         ("u32",) * 3,
-        "h2(ashu((f16)((f64)ash((u16)A)*(f64)ash((u16)B)+(f64)ash((u16)C))),ashu((f16)((f64)ash((u16)(A>>16))*(f64)ash((u16)(B>>16))+(f64)ash((u16)(C>>16)))))",
+        "h2(ashu((f16)fma_odd(ash((u16)A),ash((u16)B),ash((u16)C))),ashu((f16)fma_odd(ash((u16)(A>>16)),ash((u16)(B>>16)),ash((u16)(C>>16)))))",
     )
     op(
         "fma.bf16x2",
         "u32",
         ("u32",) * 3,
-        "h2(tobf_d((f64)bf((u16)A)*(f64)bf((u16)B)+(f64)bf((u16)C)),tobf_d((f64)bf((u16)(A>>16))*(f64)bf((u16)(B>>16))+(f64)bf((u16)(C>>16))))",
+        "h2(tobf_d(fma_odd(bf((u16)A),bf((u16)B),bf((u16)C))),tobf_d(fma_odd(bf((u16)(A>>16)),bf((u16)(B>>16)),bf((u16)(C>>16)))))",
     )
     for t, d in (("f16", "h"), ("bf16", "bh")):
         op(f"neg.{t}", d, (d,), "A^0x8000")
@@ -1616,7 +1619,8 @@ class Program:
             if isf:
                 if S & {"rz", "rm", "rp"}:
                     raise PTXError("rounding mode")
-                if S - {"rn", "approx", "full", "ftz", "sat", "NaN", "xorsign", "abs", ty}:
+                mixed = ty in ("f16", "bf16") and p[1:-1] == ["rn", "f32"]
+                if S - {"rn", "approx", "full", "ftz", "sat", "NaN", "xorsign", "abs", ty} and not mixed:
                     raise PTXError("modifier")
                 if "xorsign" in S:
                     b += ".xorsign.abs"
@@ -1630,6 +1634,8 @@ class Program:
                 )
                 if b == "mad":
                     nm = nm.replace("mad", "fma")
+                if mixed:
+                    nm = f"{b}.f32.{ty}"
             else:
                 nm = (
                     b
