@@ -178,6 +178,38 @@ def _rms_norm() -> Iterator[tuple[str, str, str, Make]]:
     )
 
 
+def _layer_norm() -> Iterator[tuple[str, str, str, Make]]:
+    def forward(residual: bool, width: int) -> Make:
+        def make(m: Maker) -> Arguments:
+            given = {"x": m.floats(m.tokens, width), "weight": m.floats(width)}
+            given |= {"bias": m.floats(width), "eps": 1e-5}
+            return {**given, "residual": m.floats(m.tokens, width)} if residual else given
+
+        return make
+
+    def backward(residual: bool, width: int) -> Make:
+        def make(m: Maker) -> Arguments:
+            return {
+                "grad_y": m.floats(m.tokens, width),
+                "x": m.floats(m.tokens, width),
+                "weight": m.floats(width),
+                "mean": m.floats(m.tokens, dtype=torch.float32),
+                "rstd": m.floats(m.tokens, dtype=torch.float32),
+                "grad_residual": m.floats(m.tokens, width) if residual else None,
+                "need_grad_weight": not residual,
+                "need_grad_bias": not residual,
+            }
+
+        return make
+
+    for width, name in ((HIDDEN, "TxH"), (FORWARD, "TxF"), (24_576, "Tx24576")):
+        yield "layer_norm", "layer_norm_forward", name, forward(False, width)
+        yield "layer_norm", "layer_norm_backward", name, backward(False, width)
+    yield "layer_norm_residual", "layer_norm_forward", "TxH with residual", forward(True, HIDDEN)
+    frozen = "TxH with residual, parameters frozen"
+    yield "layer_norm_residual", "layer_norm_backward", frozen, backward(True, HIDDEN)
+
+
 def _softmax() -> Iterator[tuple[str, str, str, Make]]:
     for n in (4096, 65_536):
         yield "softmax", "softmax_forward", f"Tx{n}", lambda m, n=n: {"x": m.floats(m.tokens, n)}
@@ -459,9 +491,10 @@ def _embedding() -> Iterator[tuple[str, str, str, Make]]:
 
 
 _FAMILIES = {
-    "gemm": _gemm, "rms_norm": _rms_norm, "softmax": _softmax, "cross_entropy": _cross_entropy,
-    "attention": _attention, "rope": _rope, "swiglu": _swiglu, "nf4": _nf4, "nf4_gemm": _nf4_gemm,
-    "lora": _lora, "elementwise": _elementwise, "embedding": _embedding,
+    "gemm": _gemm, "rms_norm": _rms_norm, "layer_norm": _layer_norm, "softmax": _softmax,
+    "cross_entropy": _cross_entropy, "attention": _attention, "rope": _rope, "swiglu": _swiglu,
+    "nf4": _nf4, "nf4_gemm": _nf4_gemm, "lora": _lora, "elementwise": _elementwise,
+    "embedding": _embedding,
 }  # fmt: skip
 CALLS: tuple[CallCase, ...] = (
     *(CallCase(op, family, function, shape, make)

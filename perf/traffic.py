@@ -32,6 +32,9 @@ BOUNDS: tuple[tuple[str, str, float, str], ...] = (
     ("rms_norm_forward", "24576", 2.0, "a row past a block is read twice, and with it its weight"),
     ("rms_norm_backward", "24576", 3.2, "operands past a block are read three times, the weight twice"),
     ("rms_norm_backward", "TxH", 1.35, "a float32 partial sum of the weight's gradient for four rows"),
+    ("layer_norm_forward", "24576", 2.5, "a row past a block is read twice, and with it weight and bias"),
+    ("layer_norm_backward", "24576", 3.2, "operands past a block are read three times, the weight twice"),
+    ("layer_norm_backward", "Tx", 1.35, "float32 partial sums of weight and bias for eight rows"),
     ("bias_backward", "", 1.15, "float32 partial sums, so that a few hundred rows fill a device"),
     ("clip_grad_norm", "", 1.51, "two reads and one write, and three floats a program"),
 )  # fmt: skip

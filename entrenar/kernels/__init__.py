@@ -18,6 +18,7 @@ runtime.backend()
 FAMILIES = (
     "gemm",
     "rms_norm",
+    "layer_norm",
     "softmax",
     "cross_entropy",
     "attention",

@@ -11,6 +11,7 @@ __all__ = ["FAMILIES", "FUNCTIONS", "OPS"]
 FAMILIES: tuple[str, ...] = (
     "gemm",
     "rms_norm",
+    "layer_norm",
     "softmax",
     "cross_entropy",
     "attention",

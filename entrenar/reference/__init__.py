@@ -12,6 +12,7 @@ from typing import Any
 FAMILIES = (
     "gemm",
     "rms_norm",
+    "layer_norm",
     "softmax",
     "cross_entropy",
     "attention",

@@ -56,6 +56,16 @@ CASES: dict[str, Case] = {
     ),
     "rms_norm": (lambda x, w: ops.rms_norm(x, w, 1e-5), [r(3, 6), r(6)]),
     "rms_norm-heads": (lambda x, w: ops.rms_norm(x, w, 1e-5), [r(3, 2, 6), r(6)]),
+    "layer_norm": (lambda x, w, b: ops.layer_norm(x, w, b, 1e-5), [r(3, 6), r(6), r(6)]),
+    "layer_norm-no_bias": (lambda x, w: ops.layer_norm(x, w, None, 1e-5), [r(3, 2, 6), r(6)]),
+    "layer_norm_residual": (
+        lambda x, y, w, b: ops.layer_norm_residual(x, y, w, b, 1e-5),
+        [r(3, 6), r(3, 6), r(6), r(6)],
+    ),
+    "layer_norm_residual-sum": (
+        lambda x, y, w, b: ops.layer_norm_residual(x, y, w, b, 1e-5)[1],
+        [r(3, 6), r(3, 6), r(6), r(6)],
+    ),
     "rms_norm_residual": (
         lambda x, y, w: ops.rms_norm_residual(x, y, w, 1e-5), [r(3, 6), r(3, 6), r(6)],
     ),

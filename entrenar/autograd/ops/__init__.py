@@ -15,6 +15,7 @@ from entrenar.autograd.ops.cross_entropy import (
 from entrenar.autograd.ops.elementwise import add, add_, bias_add, cast, multiply, scale
 from entrenar.autograd.ops.embedding import embedding, take_rows
 from entrenar.autograd.ops.gemm import linear, matmul
+from entrenar.autograd.ops.layer_norm import layer_norm, layer_norm_residual
 from entrenar.autograd.ops.lora import lora_linear
 from entrenar.autograd.ops.nf4_gemm import nf4_linear
 from entrenar.autograd.ops.rms_norm import rms_norm, rms_norm_residual
@@ -34,6 +35,8 @@ __all__ = [
     "cross_entropy",
     "embedding",
     "gelu",
+    "layer_norm",
+    "layer_norm_residual",
     "linear",
     "linear_cross_entropy",
     "lora_linear",
