@@ -133,13 +133,13 @@ class _Bench:
     @contextlib.contextmanager
     def instead(self, hash_: str, original: Any, ptx: str) -> Iterator[None]:
         """Run ``ptx`` wherever the kernel of this hash is launched."""
-        from entrenar.emulator import driver, ptxemu
+        from entrenar.emulator import Program, driver
 
-        driver._programs[hash_] = ptxemu.Program(ptx, original.name)
+        driver.programs[hash_] = Program(ptx, original.name)
         try:
             yield
         finally:
-            driver._programs[hash_] = original
+            driver.programs[hash_] = original
 
     def go(self, options: Row) -> None:
         """Run the sample forward and backward and hold it to the oracle."""
@@ -182,12 +182,12 @@ class _Bench:
 
     def noticed(self) -> str:
         """Say what a checked run notices; empty if nothing."""
-        from entrenar.emulator import EmuError
+        from entrenar.emulator import EmulatorError
         from entrenar.errors import NumericsError
 
         try:
             self.go(CHECKS)
-        except EmuError as error:
+        except EmulatorError as error:
             return f"stopped: {str(error).split(':')[0][:60]}"
         except (AssertionError, NumericsError, FloatingPointError) as error:
             reports = self._kinds()
@@ -202,13 +202,13 @@ class _Bench:
 
     def changed(self, wanted: list[list[bytes]]) -> int:
         """Return in how many ways of running the results have other bits than the kernel's own."""
-        from entrenar.emulator import EmuError
+        from entrenar.emulator import EmulatorError
 
         other = 0
         for way, bits in zip(WAYS, wanted, strict=True):
             try:
                 other += self.bits(way) != bits
-            except (EmuError, ValueError, IndexError):
+            except (EmulatorError, ValueError, IndexError):
                 other += 1
         return other
 

@@ -115,7 +115,7 @@ def collect(target: str, dtypes: Sequence[str], only: str = "") -> list[Spec]:
 
 def _spec(op: str, dtype: str, shape: str, kernel: Any, given: dict[str, Any]) -> Spec:
     """Bind a launch's arguments as Triton's own launcher specialises them."""
-    from entrenar.emulator.driver import infer_type, is_array
+    from entrenar.emulator import infer_type, is_array
 
     signature: dict[str, str] = {}
     constants: dict[str, Any] = {}

@@ -1,433 +1,421 @@
-"""Compile @triton.jit functions for an NVIDIA target and execute the PTX on this CPU (ptxemu). numpy + gcc + triton only.
-
-run_compiled(jit_fn, signature, constexprs, grid, args, num_warps=4, num_stages=3, target='sm_80', ...)
-install_driver(target='sm_80')     then kernel[grid](cpu_tensor, ...) compiles for that target and runs here
-"""
+"""The emulator as Triton's driver: ``kernel[grid](cpu_tensor, ...)`` compiles for a target and runs here."""
 
 from __future__ import annotations
-import dataclasses, os, re, sys, time
+
+import dataclasses
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
 import numpy as np
-from entrenar.emulator import ptxemu
-from entrenar.emulator.ptxemu import PTXError as EmuError
 
-_DT = {
-    "float32": "fp32",
-    "float64": "fp64",
-    "float16": "fp16",
-    "bfloat16": "bf16",
-    "int8": "i8",
-    "int16": "i16",
-    "int32": "i32",
-    "int64": "i64",
-    "uint8": "u8",
-    "uint16": "u16",
-    "uint32": "u32",
-    "uint64": "u64",
-    "bool": "i1",
-    "float8_e4m3fn": "fp8e4nv",
-    "float8_e5m2": "fp8e5",
-}
+from entrenar.emulator.binding import bind, is_array, storage
+from entrenar.emulator.errors import EmulatorError
+from entrenar.emulator.launch import Execution, execute
+from entrenar.emulator.parameters import TensorMap
+from entrenar.emulator.program import Program
 
+__all__ = [
+    "Driver",
+    "RunInfo",
+    "active_driver",
+    "install_driver",
+    "run_compiled",
+    "uninstall_driver",
+]
 
-def is_array(a):
-    return isinstance(a, np.ndarray) or hasattr(a, "untyped_storage")
-
-
-def storage(a):
-    """(root pointer, root bytes, pointer of the view)"""
-    if hasattr(a, "untyped_storage"):
-        if a.device.type != "cpu":
-            raise EmuError("torch tensor must be on the CPU")
-        s = a.untyped_storage()
-        return s.data_ptr(), s.nbytes(), a.data_ptr()
-    r = a
-    while isinstance(r.base, np.ndarray):
-        r = r.base
-    from numpy.lib.array_utils import byte_bounds
-
-    lo, hi = byte_bounds(r)
-    return lo, hi - lo, a.ctypes.data
-
-
-def infer_type(v):
-    if is_array(v):
-        return "*" + _DT[str(v.dtype).replace("torch.", "")]
-    if isinstance(v, (bool, np.bool_)):
-        return "i1"
-    if isinstance(v, (int, np.integer)):
-        return "i32" if -(2**31) <= v < 2**31 else ("i64" if v < 2**63 else "u64")
-    if isinstance(v, (float, np.floating)):
-        return "fp32"
-    raise EmuError(f"cannot infer a Triton type for {type(v)}")
-
-
-def bind(jit_fn, signature, constexprs, args, attrs, specialize):
-    """-> (signature, constexprs, attrs, names of the run-time parameters, their values by name), specialised as Triton's launcher does"""
-    names = list(jit_fn.arg_names)
-    constexprs = dict(constexprs or {})
-    free = [
-        n
-        for n in names
-        if n not in constexprs and not (signature and signature.get(n) == "constexpr")
-    ]
-    if not isinstance(args, dict):
-        if len(args) != len(free):
-            raise EmuError(f"{len(args)} arguments for parameters {free}")
-        args = dict(zip(free, args))
-    sig = {}
-    for n in names:
-        if n in constexprs:
-            sig[n] = "constexpr"
-            continue
-        v = args.get(n)
-        if v is None:
-            constexprs[n] = None
-            sig[n] = "constexpr"
-            continue
-        t = signature[n] if signature and n in signature else infer_type(v)
-        if specialize and attrs is None and t in ("i32", "i64") and int(v) == 1:
-            constexprs[n] = 1
-            t = "constexpr"
-        sig[n] = t
-    if attrs is None:
-        attrs = {}
-        if specialize:
-            for i, n in enumerate(names):
-                v, t = args.get(n), sig[n]
-                if t == "constexpr":
-                    continue
-                if (t.startswith("*") and is_array(v) and storage(v)[2] % 16 == 0) or (
-                    t in ("i32", "i64", "u32", "u64") and int(v) % 16 == 0
-                ):
-                    attrs[(i,)] = [["tt.divisibility", 16]]
-    return sig, constexprs, attrs, [n for n in names if sig[n] != "constexpr"], args
+EditPTX = Callable[[str], str]
+# Shared memory a block may use, by compute capability; 227 KiB on those that are not listed.
+_SHARED_BYTES = {75: 65536, 80: 166912, 86: 101376, 87: 166912, 89: 101376, 120: 101376}
 
 
 @dataclasses.dataclass
-class RunInfo:
-    compile_s: float
-    load_s: float
-    run_s: float
-    instructions: int
-    barriers: int
-    workgroups: int
-    warnings: list
-    asm: object = None
-    metadata: object = None
-    program: object = None
-    reports: list = dataclasses.field(default_factory=list)
-    counters: dict = None
-    per_instruction: list = None
+class RunInfo(Execution):
+    """An execution, with what was compiled for it.
 
-    def __str__(self):
-        return f"compile {self.compile_s:.2f}s, emulate {self.run_s:.3f}s ({self.instructions} warp-instructions, {self.instructions / max(self.run_s, 1e-9) / 1e6:.2f} M/s, {self.workgroups} blocks, {self.barriers} warp-barriers)"
+    Attributes:
+        metadata: Triton's, of the compiled kernel.
+        program: The parsed PTX.
+        compile_s: Seconds to compile; 0 where Triton's launcher did.
+        asm: Triton's intermediate forms, by name; None where Triton's launcher compiled.
+    """
+
+    metadata: Any
+    program: Program
+    compile_s: float = 0.0
+    asm: Any = None
+
+    def __str__(self) -> str:
+        rate = self.instructions / max(self.run_s, 1e-9) / 1e6
+        return (
+            f"compiled in {self.compile_s:.2f} s, emulated in {self.run_s:.3f} s "
+            f"({self.instructions} warp instructions, {rate:.2f} million a second, "
+            f"{self.workgroups} blocks, {self.barriers} barriers)"
+        )
 
 
-def compile_for(jit_fn, signature, constexprs, attrs=None, target="sm_80", **options):
+# Programs by the hash Triton gives the compiled kernel, and PTX that is still to be parsed.
+programs: dict[str, Program] = {}
+
+
+def program_of(metadata: Any, ptx: str, edit_ptx: EditPTX | None = None) -> Program:
+    """Return the parsed PTX of a compiled kernel; one that is edited is parsed anew."""
+    if edit_ptx is not None:
+        edited = edit_ptx(ptx)
+        if edited != ptx:
+            return Program(edited, metadata.name)
+    if metadata.hash not in programs:
+        programs[metadata.hash] = Program(ptx, metadata.name)
+    return programs[metadata.hash]
+
+
+def environment_checks() -> dict[str, bool]:
+    """Return the checks that ``ENTRENAR_EMULATOR_CHECKS=racecheck,initcheck`` turns on."""
+    named = os.environ.get("ENTRENAR_EMULATOR_CHECKS", "")
+    return {name: True for name in named.split(",") if name}
+
+
+def run_compiled(
+    kernel: Any,
+    signature: Mapping[str, str] | None,
+    constants: Mapping[str, Any] | None,
+    grid: Any,
+    arguments: Sequence[Any] | Mapping[str, Any],
+    num_warps: int = 4,
+    num_stages: int = 3,
+    *,
+    target: str = "sm_80",
+    attrs: dict[tuple[int, ...], Any] | None = None,
+    specialize: bool = True,
+    options: Mapping[str, Any] | None = None,
+    edit_ptx: EditPTX | None = None,
+    **run: Any,
+) -> RunInfo:
+    """Compile one kernel for a target and execute it.
+
+    Args:
+        kernel: A ``@triton.jit`` function.
+        signature: Triton's type of each parameter; None infers them.
+        constants: Values of constexpr parameters.
+        grid: A tuple, a number, or a function of the arguments by name.
+        arguments: ndarrays, torch storage on the CPU and numbers, in order or by name.
+        num_warps: Warps of a block.
+        num_stages: Stages of a pipelined loop.
+        options: Further options of Triton.
+        target: Such as ``"sm_90"``.
+        attrs: Divisibility of parameters; None infers it.
+        specialize: Whether to specialise as Triton's launcher does.
+        edit_ptx: Changes the PTX before it is parsed.
+        **run: Options of :func:`entrenar.emulator.execute`; ``uninit`` also takes names.
+
+    Raises:
+        EmulatorError: See :func:`entrenar.emulator.execute`.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    return triton.compile(
-        ASTSource(jit_fn, signature, constexprs=constexprs, attrs=attrs or {}),
-        target=GPUTarget("cuda", int(target[3:]), 32),
-        options=options,
+    bound = bind(kernel, signature, constants, arguments, attrs, specialize)
+    started = time.perf_counter()
+    compiled = triton.compile(
+        ASTSource(kernel, bound.signature, constexprs=bound.constants, attrs=bound.attributes),
+        target=GPUTarget("cuda", int(target.removeprefix("sm_")), 32),
+        options={"num_warps": num_warps, "num_stages": num_stages, **(options or {})},
     )
+    compile_s = time.perf_counter() - started
+    program = program_of(compiled.metadata, compiled.asm["ptx"], edit_ptx)
+    blocks = grid({**bound.constants, **bound.values}) if callable(grid) else grid
+    blocks = (blocks,) if isinstance(blocks, int) else tuple(blocks)
+    run = {**environment_checks(), **run}
+    named = [bound.values[a] if isinstance(a, str) else a for a in run.get("uninit", ())]
+    done = _run(
+        compiled.metadata, program, blocks, list(bound.values.values()),
+        [bound.signature[name] for name in bound.values], list(bound.values), {**run, "uninit": named},
+    )  # fmt: skip
+    return dataclasses.replace(done, compile_s=compile_s, asm=compiled.asm)
 
 
-def check_options():
-    return {
-        k: True for k in os.environ.get("PTXEMU_CHECK", "").split(",") if k
-    }  # e.g. PTXEMU_CHECK=racecheck,initcheck
+def _run(
+    metadata: Any,
+    program: Program,
+    grid: tuple[int, ...],
+    values: list[Any],
+    types: list[str],
+    names: list[str],
+    options: Mapping[str, Any],
+) -> RunInfo:
+    """Execute with the scratch memory that the compiled kernel asks for, as further parameters."""
+    scratch, keep = _scratch(metadata, int(np.prod(grid)))
+    extra = len(program.declared.parameters) - len(values)
+    if extra:
+        values = [*values, scratch, *[None] * (extra - 1)]
+    done = execute(
+        program, grid, metadata.num_warps * 32, metadata.shared, values, [*types, *["*i8"] * extra],
+        storage, names=[*names, *["scratch"] * extra], **options,
+    )  # fmt: skip
+    del keep
+    return RunInfo(**vars(done), metadata=metadata, program=program)
 
 
-_programs: dict = {}
-
-
-def program(hash_, ptx, name):
-    if hash_ not in _programs:
-        _programs[hash_] = ptxemu.Program(ptx, name)
-    return _programs[hash_]
-
-
-def run_compiled(
-    jit_fn,
-    signature,
-    constexprs,
-    grid,
-    args,
-    num_warps=4,
-    num_stages=3,
-    *,
-    target="sm_80",
-    attrs=None,
-    specialize=True,
-    options=None,
-    **run,
-):
-    """run: guard, poison, wave_order ('forward'|'reverse'|'random'), limit, seed, late_async (cp.async copies happen at the wait, not at once)"""
-    sig, cx, attrs, live, args = bind(jit_fn, signature, constexprs, args, attrs, specialize)
-    t0 = time.perf_counter()
-    k = compile_for(
-        jit_fn,
-        sig,
-        cx,
-        attrs,
-        target,
-        num_warps=num_warps,
-        num_stages=num_stages,
-        **(options or {}),
-    )
-    t1 = time.perf_counter()
-    p = program(k.metadata.hash, k.asm["ptx"], k.metadata.name)
-    g = grid({**cx, **args}) if callable(grid) else grid
-    g = (g,) if isinstance(g, int) else tuple(g)
-    gs, keep = _scratch(k.metadata, int(np.prod(g)))
-    vals, types = [args[n] for n in live], [sig[n] for n in live]
-    extra = len(p.params) - len(vals)
-    run = {**check_options(), **run}
-    run["names"] = live + ["scratch"] * extra
-    run["uninit"] = [args[a] if isinstance(a, str) else a for a in run.get("uninit", ())]
-    r = ptxemu.execute(
-        p,
-        g,
-        num_warps * 32,
-        k.metadata.shared,
-        vals + ([gs] + [None] * (extra - 1) if extra else []),
-        types + ["*i8"] * extra,
-        storage,
-        **run,
-    )
-    return RunInfo(compile_s=t1 - t0, asm=k.asm, metadata=k.metadata, program=p, **r)
-
-
-class _Utils:
-    def __init__(self, d):
-        self.d = d
-
-    def get_device_properties(self, device):
-        return {
-            "max_shared_mem": {75: 65536, 80: 166912, 86: 101376, 89: 101376}.get(
-                int(self.d.target[3:]), 232448
-            ),
-            "max_num_regs": 65536,
-            "multiprocessor_count": 108,
-            "warpSize": 32,
-            "sm_clock_rate": 1,
-            "mem_clock_rate": 1,
-            "mem_bus_width": 5120,
-            "max_threads_per_sm": 2048,
-        }
-
-    def load_binary(self, name, kernel, shared, device):
-        return object(), (name, kernel), 0, 0, 1024
-
-    def unload_module(self, m):
-        pass
-
-
-@dataclasses.dataclass
-class TMAArg:
-    base: object
-    shape: list
-    strides: list
-    meta: dict
-    nan: bool
-
-
-def _tensordesc(arg, dtype, meta):
-    """a host tensor descriptor as kernel parameters -> (values, types)"""
-    n = len(arg.shape)
-    tail = [*arg.shape, *arg.strides], ["i32"] * n + ["i64"] * n
-    tf32 = getattr(arg, "round_f32_to_tf32", None)
-    if meta is None:
-        return [
-            arg.base,
-            *arg.shape,
-            *arg.strides,
-            arg.padding == "nan",
-            *([] if tf32 is None else [tf32]),
-            *tail[0],
-        ], ["*" + dtype] + ["i64"] * 2 * n + ["i1"] * (1 if tf32 is None else 2) + tail[1]
-    if meta.get("is_im2col") or meta["fp4_padded"] or tf32:
-        raise EmuError("this form of TMA descriptor is not supported")
-    return [
-        TMAArg(arg.base, list(arg.shape), list(arg.strides), meta, arg.padding == "nan"),
-        *tail[0],
-    ], ["nvTmaDesc"] + tail[1]
-
-
-def _scratch(md, blocks):
-    """global scratch buffer (aligned) -> (pointer or None, keepalive)"""
-    if md.num_ctas != 1 or md.profile_scratch_size:
-        raise EmuError("clusters and profile scratch are not supported")
-    n = md.global_scratch_size * blocks
-    if not n:
+def _scratch(metadata: Any, blocks: int) -> tuple[int | None, Any]:
+    """Return the address of a kernel's scratch memory, and what keeps it alive."""
+    if metadata.num_ctas != 1 or metadata.profile_scratch_size:
+        raise EmulatorError(f"{metadata.name}: clusters and profile scratch are not supported")
+    nbytes = metadata.global_scratch_size * blocks
+    if not nbytes:
         return None, None
-    b = np.full(n + 4096, 0xA5, np.uint8)
-    al = max(128, md.global_scratch_align)
-    return (b.ctypes.data + al - 1) // al * al, b
+    memory = np.full(nbytes + 4096, 0xA5, np.uint8)
+    alignment = max(128, metadata.global_scratch_align)
+    return -(-memory.ctypes.data // alignment) * alignment, memory
+
+
+def _tensor_descriptor(value: Any, dtype: str, meta: Any) -> tuple[list[Any], list[str]]:
+    """Return a host tensor descriptor as kernel parameters: values and types."""
+    rank = len(value.shape)
+    shape, strides = list(value.shape), list(value.strides)
+    lengths = ["i32"] * rank + ["i64"] * rank
+    round_tf32 = getattr(value, "round_f32_to_tf32", None)
+    nan = value.padding == "nan"
+    if meta is None:  # a target without TMA: pointer, shape and strides
+        flags = [nan] if round_tf32 is None else [nan, round_tf32]
+        values = [value.base, *shape, *strides, *flags, *shape, *strides]
+        return values, ["*" + dtype, *["i64"] * 2 * rank, *["i1"] * len(flags), *lengths]
+    if meta.get("is_im2col") or meta["fp4_padded"] or round_tf32:
+        raise EmulatorError("this form of a tensor descriptor is not supported")
+    return [TensorMap(value.base, shape, strides, meta, nan), *shape, *strides], [
+        "nvTmaDesc",
+        *lengths,
+    ]
 
 
 class _Launcher:
-    def __init__(self, src, metadata):
-        self.metadata, self.src = metadata, src
+    """What Triton calls to launch a compiled kernel."""
+
+    def __init__(self, source: Any, metadata: Any) -> None:
+        self.metadata, self.source = metadata, source
 
     def __call__(
-        self, gx, gy, gz, stream, function, kernel_metadata, launch_metadata, enter, exit, *args
-    ):
-        vals, types, names = [], [], []
-        meta = list(getattr(self.metadata, "tensordesc_meta", None) or [])
+        self, x: int, y: int, z: int, stream: Any, function: Any, kernel_metadata: Any,
+        launch_metadata: Any, enter: Any, leave: Any, *arguments: Any,
+    ) -> None:  # fmt: skip
+        driver = active_driver()
+        if driver is None:
+            raise EmulatorError("no emulator is installed", "call install_driver(target)")
+        if len(arguments) != len(self.source.signature):
+            raise EmulatorError(
+                f"{self.metadata.name}: {len(arguments)} arguments for "
+                f"{len(self.source.signature)} parameters"
+            )
+        driver.run(self.metadata, (x, y, z), *self._flatten(arguments))
 
-        def walk(v, t, nm):
-            if isinstance(t, (tuple, list)):
-                for a, b in zip(v, t):
-                    walk(a, b, nm)
-            elif t.startswith("tensordesc"):
-                vs, ts = _tensordesc(
-                    v, re.match(r"\w+<([^[>]*)\[", t)[1], meta.pop(0) if meta else None
-                )
-                for a, b in zip(vs, ts):
-                    walk(a, b, nm)
-            elif t != "constexpr":
-                vals.append(v)
-                types.append("*i8" if t.startswith("*") else t)
-                names.append(str(nm))
+    def _flatten(self, arguments: Sequence[Any]) -> tuple[list[Any], list[str], list[str]]:
+        """Return values, types and names with tuples and descriptors taken apart."""
+        values: list[Any] = []
+        types: list[str] = []
+        names: list[str] = []
+        descriptors = list(getattr(self.metadata, "tensordesc_meta", None) or [])
 
-        assert len(args) == len(self.src.signature), (len(args), self.src.signature)
-        for v, (nm, t) in zip(args, self.src.signature.items()):
-            walk(v, t, nm)
-        d, md = _ACTIVE[0], self.metadata
-        gs, keep = _scratch(md, gx * gy * gz)
-        if md.hash not in _programs:
-            _programs[md.hash] = ptxemu.Program(d.ptx_of(md), md.name)
-        p = _programs[md.hash]
-        extra = len(p.params) - len(vals)
-        opts = dict(d.opts)
-        opts["names"] = names + ["scratch"] * extra
-        if opts.get("uninit"):
-            roots = {storage(v)[0] for v in vals if is_array(v)}
-            opts["uninit"] = [a for a in opts["uninit"] if storage(a)[0] in roots]
-        r = ptxemu.execute(
-            p,
-            (gx, gy, gz),
-            md.num_warps * 32,
-            md.shared,
-            vals + ([gs] + [None] * (extra - 1) if extra else []),
-            types + ["*i8"] * extra,
-            storage,
-            **opts,
-        )
-        d.last = RunInfo(compile_s=0, metadata=md, program=p, **r)
-        d.history.append(d.last) if d.history is not None else None
-        d.total_instructions += r["instructions"]
-        d.launches += 1
-        for w in r["warnings"]:
-            print("EMU WARNING", md.name, w, file=sys.stderr)
-        if d.strict and r["warnings"]:
-            raise EmuError("; ".join(r["warnings"]))
+        def add(value: Any, kind: Any, name: str) -> None:
+            if isinstance(kind, tuple | list):
+                for part, part_kind in zip(value, kind, strict=True):
+                    add(part, part_kind, name)
+            elif kind.startswith("tensordesc"):
+                dtype = re.match(r"\w+<([^[>]*)\[", kind)[1]  # type: ignore[index]
+                meta = descriptors.pop(0) if descriptors else None
+                for part, part_kind in zip(*_tensor_descriptor(value, dtype, meta), strict=True):
+                    add(part, part_kind, name)
+            elif kind != "constexpr":
+                values.append(value)
+                types.append("*i8" if kind.startswith("*") else kind)
+                names.append(name)
+
+        for value, (name, kind) in zip(arguments, self.source.signature.items(), strict=True):
+            add(value, kind, str(name))
+        return values, types, names
 
 
-_ACTIVE = [None]
+class Driver:
+    """The emulator, as Triton's driver interface wants it.
+
+    Attributes:
+        target: Such as ``"sm_80"``.
+        opts: Options of every launch, see :func:`entrenar.emulator.execute`.
+        strict: Whether a finding raises; otherwise it goes to stderr.
+        edit_ptx: Changes PTX before it is parsed; None leaves it.
+        last: The last launch.
+        history: A list that every launch is appended to; None keeps none.
+        launches, total_instructions: Sums over launches.
+    """
+
+    def __init__(
+        self, target: str, strict: bool, edit_ptx: EditPTX | None, opts: dict[str, Any]
+    ) -> None:
+        self.target, self.strict, self.edit_ptx, self.opts = target, strict, edit_ptx, opts
+        self.last: RunInfo | None = None
+        self.history: list[RunInfo] | None = None
+        self.launches = self.total_instructions = 0
+        self.utils, self.launcher_cls = self, _Launcher
+
+    def run(
+        self,
+        metadata: Any,
+        grid: tuple[int, int, int],
+        values: list[Any],
+        types: list[str],
+        names: list[str],
+    ) -> None:
+        """Execute one launch.
+
+        Raises:
+            EmulatorError: It failed, or a check found something and ``strict`` is set.
+        """
+        options = dict(self.opts)
+        if options.get("uninit"):
+            roots = {storage(value)[0] for value in values if is_array(value)}
+            options["uninit"] = [a for a in options["uninit"] if storage(a)[0] in roots]
+        program = program_of(metadata, _TEXTS[metadata.hash], self.edit_ptx)
+        done = _run(metadata, program, grid, values, types, names, options)
+        self.last = done
+        if self.history is not None:
+            self.history.append(done)
+        self.launches += 1
+        self.total_instructions += done.instructions
+        if done.warnings and self.strict:
+            raise EmulatorError("; ".join(done.warnings))
+        for warning in done.warnings:
+            sys.stderr.write(f"emulator: {warning}\n")
+
+    # Triton's interface: the driver, and (utils) what loads a binary.
+
+    def get_device_properties(self, device: Any) -> dict[str, int]:
+        """Return what Triton asks of a device before it launches there."""
+        return {
+            "max_shared_mem": _SHARED_BYTES.get(int(self.target[3:]), 232448), "max_num_regs": 65536,
+            "multiprocessor_count": 108, "warpSize": 32, "sm_clock_rate": 1, "mem_clock_rate": 1,
+            "mem_bus_width": 5120, "max_threads_per_sm": 2048,
+        }  # fmt: skip
+
+    def load_binary(self, name: str, kernel: Any, shared: int, device: Any) -> tuple[Any, ...]:
+        """Return a module, a function, registers, spilled bytes and most threads."""
+        return object(), (name, kernel), 0, 0, 1024
+
+    def unload_module(self, module: Any) -> None:
+        """Forget nothing: programs are kept by hash."""
+
+    @classmethod
+    def is_active(cls) -> bool:
+        """Whether Triton may choose this driver."""
+        return True
+
+    def map_python_to_cpp_type(self, kind: str) -> str:
+        """Return the type itself; no C launcher is generated."""
+        return kind
+
+    def get_current_target(self) -> Any:
+        """Return what Triton compiles for."""
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", int(self.target[3:]), 32)
+
+    def get_current_device(self) -> str:
+        """Return the target: Triton keeps compiled kernels by device, apart from a GPU's."""
+        return self.target
+
+    def set_current_device(self, device: Any) -> None:
+        """Stay: there is one device."""
+
+    def get_current_stream(self, device: Any = None) -> int:
+        """Return the one stream, on which work runs in order."""
+        return 0
+
+    def get_active_torch_device(self) -> Any:
+        """Return where arguments lie."""
+        import torch
+
+        return torch.device("cpu")
+
+    def get_device_interface(self) -> Any:
+        """Return torch's interface of that device."""
+        import torch
+
+        return torch.cpu
+
+    def get_benchmarker(self) -> Callable[..., Any]:
+        """Return a function that gives instructions in place of time."""
+
+        def benchmark(function: Callable[[], Any], *, quantiles: Any = None, **_: Any) -> Any:
+            before = self.total_instructions
+            function()
+            counted = float(self.total_instructions - before)
+            return [counted] * len(quantiles) if quantiles else counted
+
+        return benchmark
+
+    def get_empty_cache_for_benchmark(self) -> Any:
+        """Return memory to clear; there is no cache."""
+        import torch
+
+        return torch.empty(1)
+
+    def clear_cache(self, cache: Any) -> None:
+        """Clear nothing."""
+
+    def allocate_default_profile_scratch(self, *_: Any) -> None:
+        """Refuse kernels with profile scratch."""
+        raise EmulatorError("profile scratch is not supported")
 
 
-def active_driver():
-    """the driver install_driver() installed last, or None"""
-    return _ACTIVE[0]
+_ACTIVE: list[Driver] = []
+_TEXTS: dict[str, str] = {}
 
 
-def uninstall_driver():
-    """make the GPU's own driver Triton's again"""
+def active_driver() -> Driver | None:
+    """Return the driver that :func:`install_driver` installed last, or None."""
+    return _ACTIVE[-1] if _ACTIVE else None
+
+
+def uninstall_driver() -> None:
+    """Make the GPU's own driver Triton's again."""
     import triton
 
-    _ACTIVE[0] = None
+    _ACTIVE.clear()
     triton.runtime.driver.reset_active()
 
 
-def install_driver(target="sm_80", strict=True, **opts):
+def install_driver(
+    target: str = "sm_80", strict: bool = True, *, edit_ptx: EditPTX | None = None, **opts: Any
+) -> Driver:
+    """Make the emulator Triton's driver; ``kernel[grid](cpu_tensor, ...)`` then runs here.
+
+    Args:
+        target: What to compile for.
+        strict: Whether a finding of a check raises; otherwise it is written to stderr.
+        edit_ptx: Changes the PTX of every launch before it is parsed.
+        **opts: Options of every launch, see :func:`entrenar.emulator.execute`.
+    """
     import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.backends.driver import DriverBase
 
-    class EmuDriver(DriverBase):
-        def __init__(self):
-            self.utils, self.launcher_cls = _Utils(self), _Launcher
+    driver = Driver(target, strict, edit_ptx, {**environment_checks(), **opts})
+    _ACTIVE[:] = [driver]
+    _keep_ptx()
+    triton.runtime.driver.set_active(driver)
+    return driver
 
-        @classmethod
-        def is_active(cls):
-            return True
 
-        def map_python_to_cpp_type(self, ty):
-            return ty
-
-        def get_current_target(self):
-            return GPUTarget("cuda", int(self.target[3:]), 32)
-
-        def get_current_device(self):
-            return self.target  # Triton keeps compiled kernels by device: apart from a GPU's, and from another target's
-
-        def set_current_device(self, d):
-            pass
-
-        def get_current_stream(self, d=None):
-            return 0
-
-        def get_active_torch_device(self):
-            import torch
-
-            return torch.device("cpu")
-
-        def get_device_interface(self):
-            import torch
-
-            return torch.cpu
-
-        def get_benchmarker(self):
-            def bench(fn, *, quantiles=None, **kw):
-                n0 = self.total_instructions
-                fn()
-                t = float(self.total_instructions - n0)
-                return [t] * len(quantiles) if quantiles else t
-
-            return bench
-
-        def get_empty_cache_for_benchmark(self):
-            import torch
-
-            return torch.empty(1)
-
-        def clear_cache(self, c):
-            pass
-
-        def allocate_default_profile_scratch(self, *a):
-            raise EmuError("profile scratch not supported")
-
-        def ptx_of(self, md):
-            raise EmuError("no PTX kept")
-
-    d = EmuDriver.__new__(EmuDriver)
-    d.target, d.opts, d.strict, d.last, d.launches, d.total_instructions = (
-        target,
-        {**check_options(), **opts},
-        strict,
-        None,
-        0,
-        0,
-    )
-    d.__init__()
-    d.history = None  # set to [] to keep the RunInfo of every launch
-    _ACTIVE[0] = d
-    # keep the PTX text: the launcher is only given metadata
+def _keep_ptx() -> None:
+    """Have Triton's compiled kernels leave their PTX where launches, which get metadata alone, find it."""
     from triton.compiler.compiler import CompiledKernel
 
-    if not hasattr(CompiledKernel, "_emu_orig"):
-        CompiledKernel._emu_orig = CompiledKernel._init_handles
+    if hasattr(CompiledKernel, "_entrenar_init_handles"):
+        return
+    CompiledKernel._entrenar_init_handles = CompiledKernel._init_handles
 
-        def init(self):
-            if self.module is None and "ptx" in self.asm and self.metadata.target.backend == "cuda":
-                program(self.metadata.hash, self.asm["ptx"], self.metadata.name)
-            return CompiledKernel._emu_orig(self)
+    def init_handles(kernel: Any) -> Any:
+        if kernel.module is None and "ptx" in kernel.asm:
+            _TEXTS[kernel.metadata.hash] = kernel.asm["ptx"]
+        return CompiledKernel._entrenar_init_handles(kernel)
 
-        CompiledKernel._init_handles = init
-    triton.runtime.driver.set_active(d)
-    return d
+    CompiledKernel._init_handles = init_handles

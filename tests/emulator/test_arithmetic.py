@@ -23,7 +23,7 @@ pytest.importorskip("triton")
 if not (shutil.which("gcc") or shutil.which("cc")):
     pytest.skip("the emulator needs a C compiler", allow_module_level=True)
 
-from entrenar.emulator import driver, ptxemu
+from entrenar import emulator
 
 OPCODES = Path(__file__).resolve().parents[1] / "data" / "ptx_arithmetic.txt"
 THREADS = 128
@@ -70,9 +70,9 @@ def emulate(text: str, given: list[np.ndarray], results: list[str]) -> list[np.n
         parameters=", ".join(f".param .u64 p{i}" for i in range(len(arrays))),
         body="\n".join([*lines, code, *stores]),
     )
-    program, types = ptxemu.Program(ptx, "k"), ["*i8"] * len(arrays)
+    program, types = emulator.Program(ptx, "k"), ["*i8"] * len(arrays)
     grid = (padded[0].size // THREADS,)
-    ptxemu.execute(program, grid, THREADS, 0, arrays, types, driver.storage)
+    emulator.execute(program, grid, THREADS, 0, arrays, types, emulator.storage)
     return [m[:n] for m in made]
 
 

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 if not (shutil.which("gcc") or shutil.which("cc")):
     pytest.skip("the emulator needs a C compiler", allow_module_level=True)
 
-from entrenar.emulator import driver, ptxemu
+from entrenar import emulator
 
 FRAME = """.version 8.0
 .target sm_80
@@ -34,7 +34,7 @@ WORDS = (
     "shl.b32 %r5, %r0, 2; add.u32 %r5, %r2, %r5; xor.b32 %r6, %r0, 32; shl.b32 %r6, %r6, 2; "
     "add.u32 %r6, %r2, %r6;"
 )
-READ_AFTER_WRITE, WRITE_AFTER_READ, WRITE_WRITE, LANES = (ptxemu.KIND[k] for k in (2, 3, 1, 4))
+READ_AFTER_WRITE, WRITE_AFTER_READ, WRITE_WRITE, LANES = (emulator.KIND[k] for k in (2, 3, 1, 4))
 
 
 def run(
@@ -43,7 +43,7 @@ def run(
     grid: tuple[int, ...] = (1,),
     arrays: Sequence[Any] = (),
     **options: Any,
-) -> dict[str, Any]:
+) -> emulator.Execution:
     ptx = FRAME.format(
         parameters=", ".join(f".param .u64 p{i}" for i in range(max(1, len(arrays)))),
         loads=" ".join(
@@ -54,13 +54,13 @@ def run(
         body=body,
     )
     given = list(arrays) or [None]
-    program = ptxemu.Program(ptx, "k")
+    program = emulator.Program(ptx, "k")
     types = ["*i8"] * len(given)
-    return ptxemu.execute(program, grid, threads, 4096, given, types, driver.storage, **options)
+    return emulator.execute(program, grid, threads, 4096, given, types, emulator.storage, **options)
 
 
-def kinds(result: dict[str, Any]) -> list[str]:
-    return sorted({report.kind for report in result["reports"]})
+def kinds(result: emulator.Execution) -> list[str]:
+    return sorted({report.kind for report in result.reports})
 
 
 def words(n: int = 4096) -> np.ndarray:
@@ -92,7 +92,7 @@ def test_global_sectors(
     body += f"mul.lo.u32 %r5, %r3, {stride * size}; add.u32 %r5, %r5, {offset};"
     body += "cvt.u64.u32 %rd3, %r5; add.u64 %rd3, %rd0, %rd3;"
     body += f"setp.lt.u32 %p0, %r3, {lanes}; @%p0 {operation}.global.{kind} {access};"
-    counted = run(body, arrays=[words()], counters=True)["counters"]["global_memory"]
+    counted = run(body, arrays=[words()], counters=True).counters["global_memory"]
     got = counted["load" if operation == "ld" else "store"]
     assert (got["requests"], got["bytes"], got["sectors"], got["ideal_sectors"]) == wanted
 
@@ -102,7 +102,7 @@ def test_distinct_bytes() -> None:
         "mul.wide.u32 %rd3, %r3, 4; add.u64 %rd3, %rd0, %rd3; ld.global.u32 %r10, [%rd3];"
         "ld.global.u32 %r10, [%rd3]; st.global.u32 [%rd3+128], %r10;"
     )
-    counted = run(body, arrays=[words(64)], counters=True)["counters"]
+    counted = run(body, arrays=[words(64)], counters=True).counters
     distinct = counted["distinct"]
     assert (distinct["loaded"], distinct["stored"]) == (128, 128)
     (buffer,) = distinct["buffers"].values()
@@ -131,7 +131,7 @@ def test_shared_wavefronts(stride: int, kind: str, size: int, wanted: tuple[int,
     """Wavefronts of one shared load by a warp, and how many of them are bank conflicts."""
     value = {"v2": "{%r10,%r11}", "v4": "{%r10,%r11,%r12,%r13}"}.get(kind[:2], "%r10")
     body = f"mul.lo.u32 %r5, %r3, {stride * size}; add.u32 %r5, %r2, %r5;"
-    counted = run(body + f"ld.shared.{kind} {value}, [%r5];", counters=True)["counters"]
+    counted = run(body + f"ld.shared.{kind} {value}, [%r5];", counters=True).counters
     got = counted["shared_memory"]["load"]
     assert (got["wavefronts"], got["excess"]) == wanted
 
@@ -142,7 +142,7 @@ def test_classes_flops_and_barriers() -> None:
         "fma.rn.f32 %r21, %r20, %r20, %r20; ex2.approx.f32 %r21, %r20; cvt.rzi.s32.f32 %r23, %r20;"
         "bar.sync 0; shfl.sync.bfly.b32 %r22, %r20, 1, 31, -1;"
     )
-    counted = run(body, threads=64, counters=True)["counters"]
+    counted = run(body, threads=64, counters=True).counters
     classes = {k: n for k, n in counted["by_class"].items() if n and k not in ("control", "other")}
     assert classes == {
         "integer": 6, "fp32": 4, "conversion": 2, "special function": 2, "shuffle": 2, "barrier": 2,
@@ -199,7 +199,7 @@ def test_lanes_of_one_store_disagree() -> None:
 @pytest.mark.parametrize(
     ("body", "grid", "wanted"),
     [
-        (LOAD, (1,), [ptxemu.KIND[5]]),
+        (LOAD, (1,), [emulator.KIND[5]]),
         (STORE + BARRIER + LOAD, (1,), []),
         (STORE + BARRIER + LOAD, (2,), []),
     ],
@@ -211,9 +211,9 @@ def test_shared_memory_never_written(body: str, grid: tuple[int], wanted: list[s
 @pytest.mark.parametrize(
     ("body", "wanted"),
     [
-        ("ld.global.u32 %r7, [%rd3];", [ptxemu.KIND[6]]),
+        ("ld.global.u32 %r7, [%rd3];", [emulator.KIND[6]]),
         ("st.global.u32 [%rd3], %r0; ld.global.u32 %r7, [%rd3];", []),
-        ("atom.global.add.u32 %r7, [%rd3], 1;", [ptxemu.KIND[6]]),
+        ("atom.global.add.u32 %r7, [%rd3], 1;", [emulator.KIND[6]]),
     ],
 )
 def test_output_read_before_it_is_stored(body: str, wanted: list[str]) -> None:
@@ -239,21 +239,89 @@ def test_races_between_blocks(body: str, wanted: list[int]) -> None:
         "cvt.u64.u32 %rd4, %r5; add.u64 %rd4, %rd3, %rd4;"
     )
     result = run(addresses + body, arrays=[words()], grid=(3,), gracecheck=True)
-    assert kinds(result) == sorted(ptxemu.KIND[k] for k in wanted)
+    assert kinds(result) == sorted(emulator.KIND[k] for k in wanted)
 
 
 def test_a_store_past_an_array_is_caught() -> None:
     out = words(32)
     body = "mul.wide.u32 %rd3, %r0, 4; add.u64 %rd3, %rd0, %rd3; st.global.u32 [%rd3+128], %r0;"
-    try:
-        warnings = run(body, arrays=[out])["warnings"]
-    except driver.EmuError as error:
-        warnings = [str(error)]
-    assert any("written" in w or "bytes from the start" in w for w in warnings)
+    with pytest.raises(emulator.EmulatorError) as caught:
+        run(body, arrays=[out])
+    for part in ("k: access outside of memory", "byte 128 of parameter 0", "128 bytes",
+                 "program (0, 0, 0), warp 0", "PTX line", "st.global.u32"):  # fmt: skip
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("access", ["ld.global.u8 %r7, [%rd0+5];", "st.global.u8 [%rd0+5], %r0;"])
+def test_an_access_short_of_the_guard_page_is_caught(access: str) -> None:
+    """Arguments end 16 bytes aligned; between their last byte and the page the checks look."""
+    out = np.zeros(5, np.uint8)
+    (found,) = {r.kind for r in run(access, arrays=[out], racecheck=True).reports}
+    assert found == emulator.KIND[12]
+
+
+def test_a_store_beside_an_argument_is_seen_without_checks() -> None:
+    out = np.zeros(5, np.uint8)
+    (warning,) = run("st.global.u8 [%rd0+6], %r0;", arrays=[out]).warnings
+    assert "parameter 0, an array of 5 bytes, was written past the end" in warning
+
+
+@pytest.mark.parametrize(
+    ("body", "threads"),
+    [
+        ("setp.lt.u32 %p0, %r0, 16; @%p0 bar.sync 0;", 64),
+        ("setp.lt.u32 %p0, %r0, 16; @%p0 ret; bar.sync 0;", 64),
+        ("setp.lt.u32 %p0, %r0, 32; @%p0 ret; bar.sync 0;", 64),
+        ("setp.lt.u32 %p0, %r0, 16; @%p0 bra L; bar.sync 0; L: mov.u32 %r5, 1;", 32),
+    ],
+    ids=["predicated lanes", "lanes that returned", "a warp that returned", "a branch around it"],
+)
+@pytest.mark.parametrize("order", ["forward", "reverse", "random"])
+def test_a_barrier_that_a_part_reaches_is_caught(body: str, threads: int, order: str) -> None:
+    with pytest.raises(emulator.EmulatorError, match=r"a barrier that a part .* `.*bar\.sync 0`"):
+        run(body, threads=threads, wave_order=order)
+
+
+def test_a_wait_that_nothing_ends_is_an_error() -> None:
+    body = (
+        "mbarrier.init.shared::cta.b64 [%r2], 1; "
+        "W: mbarrier.try_wait.parity.shared.b64 %p0, [%r2], 0; @!%p0 bra W;"
+    )
+    with pytest.raises(emulator.EmulatorError, match=r"every warp waits, for ever.*try_wait"):
+        run(body)
+
+
+def test_a_loop_without_end_is_an_error() -> None:
+    with pytest.raises(emulator.EmulatorError, match="more than 10000 instructions"):
+        run("L: bra L;", limit=10_000)
+
+
+@pytest.mark.parametrize(
+    "access",
+    [
+        "ld.global.v4.u32 {%r5, %r6, %r7, %r8}, [%rd0+4];",
+        "st.global.v2.u32 [%rd0+4], {%r5, %r6};",
+        "add.u32 %r5, %r2, 4; st.shared.v2.u32 [%r5], {%r0, %r0};",
+        "ld.shared.u32 %r5, [%r2+2];",
+        "cp.async.ca.shared.global [%r2], [%rd0+4], 8;",
+        "cp.async.ca.shared.global [%r2+4], [%rd0], 8; cp.async.wait_all;",
+    ],
+)
+def test_a_misaligned_access_is_caught(access: str) -> None:
+    with pytest.raises(emulator.EmulatorError, match=r"k: misaligned address.*warp 0: PTX line"):
+        run(access, arrays=[words()])
+
+
+@pytest.mark.parametrize(
+    "access", ["ld.shared.u32 %r5, [%r2+4096];", "st.shared.u32 [%r2+4096], %r0;"]
+)
+def test_shared_memory_ends(access: str) -> None:
+    with pytest.raises(emulator.EmulatorError, match="shared or local access at byte 4096"):
+        run(access)
 
 
 def test_what_is_not_known_is_refused_by_name() -> None:
-    with pytest.raises(driver.EmuError, match="frobnicate"):
+    with pytest.raises(emulator.EmulatorError, match="frobnicate"):
         run("frobnicate.b32 %r5, %r6;")
 
 

@@ -15,7 +15,7 @@ if not (shutil.which("gcc") or shutil.which("cc")):
     pytest.skip("the emulator needs a C compiler", allow_module_level=True)
 
 from entrenar.emulator import (  # noqa: E402
-    EmuError,
+    EmulatorError,
     active_driver,
     install_driver,
     run_compiled,
@@ -288,7 +288,7 @@ def test_as_tritons_driver() -> None:
 
 def test_a_missing_mask_is_caught() -> None:
     """The launch is refused that would have read or written past its arrays unnoticed."""
-    with pytest.raises(EmuError, match="bytes from the start of a 4000-byte array"):
+    with pytest.raises(EmulatorError, match="which has 4000 bytes"):
         run_compiled(
             _unmasked_kernel, None, {"BLOCK": 256}, (4,), [normals(1000), torch.zeros(1000)]
         )

@@ -18,7 +18,7 @@ if not (shutil.which("gcc") or shutil.which("cc")):
 import triton
 import triton.language as tl
 
-from entrenar.emulator import EmuError, driver, ptxemu, run_compiled
+from entrenar.emulator import EmulatorError, run_compiled
 
 ORDERS = ("forward", "reverse", "random")
 COLUMNS = 781
@@ -84,17 +84,13 @@ def without(
     """Return runs of a kernel's PTX, each with one place that matches deleted."""
     info = run(kernel, constants, 4, *given, racecheck=True)
     assert not info.reports
-    hash_, whole = info.metadata.hash, info.program
-    runs = []
-    for place in re.finditer(pattern, whole.ptx):
-        faulty = ptxemu.Program(whole.ptx[: place.start()] + whole.ptx[place.end() :], whole.name)
+    whole, runs = info.program.ptx, []
+    for place in re.finditer(pattern, whole):
+        faulty = whole[: place.start()] + whole[place.end() :]
 
-        def again(faulty: Any = faulty, **options: Any) -> Any:
-            driver._programs[hash_] = faulty
-            try:
-                return run(kernel, constants, 4, *given, racecheck=True, **options)
-            finally:
-                driver._programs[hash_] = whole
+        def again(faulty: str = faulty, **options: Any) -> Any:
+            edit = {"edit_ptx": lambda _: faulty}
+            return run(kernel, constants, 4, *given, racecheck=True, **edit, **options)
 
         runs.append(again)
     return runs
@@ -139,9 +135,9 @@ def test_a_missing_wait_for_an_asynchronous_copy_is_reported(late: bool) -> None
 def test_a_mask_off_by_one_meets_the_guard() -> None:
     x, y, n = rows()
     run(softmax_kernel, {"PAST": 0, "BLOCK": 1024}, 4, x, y, n)
-    with pytest.raises(EmuError, match=r"ld\.global") as caught:
-        run(softmax_kernel, {"PAST": 4, "BLOCK": 1024}, 4, x, y, n)
-    assert f"{4 * 4 * COLUMNS}-byte array" in str(caught.value)
+    with pytest.raises(EmulatorError, match=r"ld\.global") as caught:
+        run(softmax_kernel, {"PAST": 1, "BLOCK": 1024}, 4, x, y, n)
+    assert f"of x_ptr, which has {4 * 4 * COLUMNS} bytes" in str(caught.value)
 
 
 def test_a_result_that_stays_unwritten_is_reported() -> None:
@@ -166,5 +162,5 @@ def test_a_vector_access_off_its_alignment_is_reported() -> None:
         return run_compiled(vector_kernel, signature, constants, (1,), given, attrs=attributes)
 
     go(0)
-    with pytest.raises(EmuError, match="misaligned"):
+    with pytest.raises(EmulatorError, match="misaligned"):
         go(1)

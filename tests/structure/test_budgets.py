@@ -21,8 +21,6 @@ ROOT_HOLDS = {
 TAPE = ("stream.py", "tensor.py", "node.py", "tape.py", "walk.py")
 ON_TOP = ("arena.py", "trainer.py")
 MAX_ENGINE_LINES, MAX_TAPE_LINES = 2450, 920
-# The C-emitting interpreter came as one piece and is taken apart with its own tests beside it.
-EXEMPT = ("entrenar/emulator/",)
 
 
 def tracked() -> list[str]:
@@ -53,7 +51,7 @@ def sources() -> list[str]:
     return [
         f
         for f in tracked()
-        if f.endswith(".py") and f.startswith(("entrenar/", "perf/")) and not f.startswith(EXEMPT)
+        if f.endswith(".py") and f.startswith(("entrenar/", "perf/"))
     ]
 
 
