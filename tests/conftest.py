@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-BACKENDS = ("cpu", "ptx", "interpret", "cuda")
-CHILDREN = ("interpret", "ptx")
+BACKENDS = ("cpu", "ptx", "ptx_sm_90", "ptx_sm_120", "interpret", "cuda")
+CHILDREN = {"interpret": ("interpret",), "ptx": ("ptx", "ptx_sm_90", "ptx_sm_120")}
 DELEGATES = pytest.StashKey[bool]()
 PROVE = os.environ.get("ENTRENAR_PROVE", "") not in ("", "0")
 
@@ -47,7 +47,8 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["ENTRENAR_BACKEND"] = "triton"
         os.environ["TRITON_INTERPRET"] = "1"
     if runs_everything(config):
-        config.option.backend = [b for b in BACKENDS if b not in CHILDREN]
+        apart = {backend for part in CHILDREN.values() for backend in part}
+        config.option.backend = [b for b in BACKENDS if b not in apart]
         config.stash[DELEGATES] = True
 
 
@@ -69,26 +70,27 @@ class Children:
         self.thread.start()
 
     def _run_all(self) -> None:
-        for backend in CHILDREN:
+        for part in CHILDREN:
             if not self.stopped:
-                self.codes[backend] = self._run(backend)
+                self.codes[part] = self._run(part)
 
-    def _run(self, backend: str) -> int:
+    def _run(self, part: str) -> int:
         environment = {k: v for k, v in os.environ.items() if k != "ENTRENAR_BACKEND"}
-        if backend == "interpret":
+        if part == "interpret":
             environment |= {"ENTRENAR_BACKEND": "triton", "TRITON_INTERPRET": "1"}
-        command = [sys.executable, "-m", "pytest", "tests/ops", f"--backend={backend}", "-q"]
+        command = [sys.executable, "-m", "pytest", "tests/ops", "-q"]
+        command += [f"--backend={backend}" for backend in CHILDREN[part]]
         command += ["-p", "no:cacheprovider", "-x" if not PROVE else "--maxfail=20"]
-        with (self.folder / backend).open("wb") as log:
+        with (self.folder / part).open("wb") as log:
             self.process = subprocess.Popen(
                 command, cwd=self.root, env=environment, stdout=log, stderr=subprocess.STDOUT
             )
             return self.process.wait()
 
-    def wait(self, backend: str) -> tuple[int, str]:
-        """Return the exit code and all output of a backend's run."""
+    def wait(self, part: str) -> tuple[int, str]:
+        """Return the exit code and all output of a part's run."""
         self.thread.join()
-        return self.codes[backend], (self.folder / backend).read_text()
+        return self.codes[part], (self.folder / part).read_text()
 
     def stop(self) -> None:
         """End what still runs."""

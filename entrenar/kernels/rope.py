@@ -112,7 +112,7 @@ def rope_forward(
     Raises:
         ShapeMismatchError: Sizes do not fit.
         DTypeError: ``q`` and ``k`` differ, or a dtype is none of the above.
-        LayoutError: A head or a table is not contiguous.
+        LayoutError: A head or a table is not contiguous, or heads share memory.
         DataError: A position lies outside the table, on CPU storage.
         DeviceError: Devices differ, or it is the CPU and no kernel backend is set.
     """
@@ -144,7 +144,7 @@ def rope_backward(
     Raises:
         ShapeMismatchError: Sizes do not fit.
         DTypeError: The dtypes differ or are not the forward pass's.
-        LayoutError: A head or a table is not contiguous.
+        LayoutError: A head or a table is not contiguous, or heads share memory.
         DataError: A position lies outside the table, on CPU storage.
         DeviceError: Devices differ, or it is the CPU and no kernel backend is set.
     """
@@ -228,6 +228,11 @@ def _check(
             raise LayoutError(
                 f"{op}: {name} has strides {tuple(x.stride())}, wanted contiguous heads",
                 "the last axis must have stride 1",
+            )
+        if x.numel() and not all(s or n == 1 for s, n in zip(x.stride(), x.shape, strict=True)):
+            raise LayoutError(
+                f"{op}: {name} has strides {tuple(x.stride())}, and heads to be written share memory",
+                f"pass {name}.contiguous()",
             )
     if not positions.is_cuda and positions.numel():
         _check_range(op, positions, cos.shape[0])

@@ -22,7 +22,7 @@ import torch
 
 from entrenar import runtime
 from entrenar.checks import check_same_dtype
-from entrenar.errors import DeviceError
+from entrenar.errors import DeviceError, LayoutError
 from entrenar.kernels.nf4_weight import NF4Weight
 from entrenar.optable import storage
 from entrenar.optable.row import Function
@@ -227,6 +227,7 @@ def _call_numpy(function: str, args: tuple[Any, ...], kwargs: dict[str, Any], st
         t.dtype in _HALF for t in alike.values()
     ):  # of other dtypes the function itself sees all
         check_same_dtype(function, **alike)
+    _check_writable(row, given)
     result = _to_torch(row, given, *_compute(row, given))
     if runtime.has_listeners():
         results = result if isinstance(result, tuple) else (result,)
@@ -237,6 +238,18 @@ def _call_numpy(function: str, args: tuple[Any, ...], kwargs: dict[str, Any], st
             runtime.LaunchRecord(function, stream, tuple(reads), tuple(writes.values()), "numpy")
         )
     return result
+
+
+def _check_writable(row: Function, given: dict[str, Any]) -> None:
+    """Refuse to write storage whose elements share memory, as an expanded row's do."""
+    for name in row.mutates:
+        value = given.get(name)
+        if isinstance(value, torch.Tensor) and 0 in value.stride() and not value.is_contiguous():
+            raise LayoutError(
+                f"{row.name}: {name} of shape {tuple(value.shape)} has strides {value.stride()}, so "
+                "that elements to be written share memory",
+                f"pass {name}.contiguous()",
+            )
 
 
 def _compute(row: Function, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -1,11 +1,14 @@
 """Every op of the table on every backend, dtype and sample, against its oracle in float64.
 
 Backends: ``cpu`` is dispatch on CPU storage (NumPy), ``ptx`` the kernels compiled for sm_80 and executed
-by the emulator, ``interpret`` the kernels' source in Triton's interpreter, ``cuda`` a GPU.
+by the emulator, ``ptx_sm_90`` and ``ptx_sm_120`` for those targets, ``interpret`` the kernels' source in
+Triton's interpreter, ``cuda`` a GPU. A share of the emulated cases also runs under the emulator's checks:
+races, shared memory and results read before they are written, programs that touch one byte unordered.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import importlib
@@ -14,7 +17,7 @@ import inspect
 import os
 import shutil
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -22,7 +25,7 @@ import pytest
 import torch
 
 from entrenar import optable
-from entrenar.errors import DTypeError, LayoutError
+from entrenar.errors import DeviceError, DTypeError, LayoutError
 from entrenar.optable import FUNCTIONS, OPS, ErrorCase, Op, Sample
 from entrenar.testing import (
     Tolerance,
@@ -43,6 +46,7 @@ from perf.oracle import (
     grad_outputs,
     on_backend,
     oracle,
+    reporting_unset,
     rounded,
     run,
     stored,
@@ -51,20 +55,42 @@ from perf.oracle import (
 )
 
 PROVE = os.environ.get("ENTRENAR_PROVE", "") not in ("", "0")
-VARIABLE = {"cpu": "numpy", "ptx": "ptx", "interpret": "triton", "cuda": ""}
+VARIABLE = {
+    "cpu": "numpy",
+    "ptx": "ptx",
+    "ptx_sm_90": "ptx",
+    "ptx_sm_120": "ptx",
+    "interpret": "triton",
+    "cuda": "",
+}
+TARGETS = {"ptx": "sm_80", "ptx_sm_90": "sm_90", "ptx_sm_120": "sm_120"}
+CHECKS = {"racecheck": True, "initcheck": True, "gracecheck": True}
+# what make test runs for the other targets, in bfloat16: products as wgmma, and rows
+ON_TARGETS = {
+    "ptx_sm_90": {
+        "gemm": "65x130x71_several_blocks",
+        "attention": "S65_H2_kv1_D64",
+        "nf4_gemm": "T33_in256_out130_block128_double",
+    },
+    "ptx_sm_120": {
+        "rms_norm": "T5_D576",
+        "softmax": "2x4099",
+        "cross_entropy": "R3_V9001_past_one_block",
+    },
+}
 
 
 def why_not(backend: str, chosen: list[str] | None) -> str | None:
     """Return why a backend does not run in this process, or None."""
     interpreting = os.environ.get("ENTRENAR_BACKEND") == "triton"
     if chosen and backend not in chosen:
-        apart = backend in ("interpret", "ptx")
+        apart = backend == "interpret" or backend in TARGETS
         return "see tests/test_child_suites.py" if apart else "another backend was chosen"
     if backend == "cuda":
         return None if torch.cuda.is_available() else "no CUDA device"
     if backend == "interpret":
         return None if interpreting else "runs in a process of its own: tests/test_child_suites.py"
-    if backend == "ptx":
+    if backend in TARGETS:
         if interpreting:
             return "kernels of this process are interpreted"
         if importlib.util.find_spec("triton") is None:
@@ -82,11 +108,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     kinds = KINDS[metafunc.function.__name__]
     backends = [b for b in kinds if why_not(b, chosen) is None]
     names = [n for n in ("op", "dtype", "sample", "error", "layout") if n in metafunc.fixturenames]
+    extra = {"baseline": True} if metafunc.function is test_not_worse_than_torch else {}
     cases = [
         pytest.param(backend, *case.values, id=f"{case.id}".replace("@", backend))
         for backend in backends
         for case in metafunc.function.cases()
-        if affordable(backend, dict(zip(names, case.values, strict=True))) is None
+        if affordable(backend, dict(zip(names, case.values, strict=True)) | extra) is None
     ]
     metafunc.parametrize(("backend", *names), cases, indirect=["backend"])
 
@@ -94,6 +121,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("ENTRENAR_BACKEND", VARIABLE[request.param])
+    if request.param in TARGETS:
+        monkeypatch.setenv("ENTRENAR_PTX_TARGET", TARGETS[request.param])
     return request.param
 
 
@@ -139,8 +168,16 @@ def affordable(backend: str, case: dict[str, Any]) -> str | None:
     a second and a half per kernel, dtype and specialisation.
     """
     op, sample, dtype = case["op"], case.get("sample"), case.get("dtype", "float32")
-    if backend in ("cpu", "cuda") or sample is None:
+    if backend in ("cpu", "cuda"):
         return None
+    if backend in ON_TARGETS:
+        chosen = "dtype" in case and (PROVE or ON_TARGETS[backend].get(op.name) == sample.id)
+        fits = chosen and sample.grid and dtype == "bfloat16"
+        return None if fits else "a subset runs on this target"
+    if sample is None:
+        return None
+    if "baseline" in case:
+        return None if sample.id == op.samples[0].id else "one sample is compared with torch"
     if not sample.grid and (backend == "interpret" or not PROVE):
         return "too many programs to interpret, or a large sample: run by make prove"
     if PROVE or dtype == "float32" or sample.id == op.samples[0].id:
@@ -174,7 +211,7 @@ def layout_cases() -> list[Any]:
     return [
         pytest.param(op, op.samples[0], layout, id=f"{op.name}-@-{layout}")
         for op in OPS.values()
-        for layout in ("transposed", "sliced")
+        for layout in ("transposed", "sliced", "expanded", "offset")
     ]
 
 
@@ -229,15 +266,36 @@ KINDS: dict[str, tuple[str, ...]] = {}
 @on(every_case)
 def test_forward_and_backward(op: Op, dtype: str, sample: Sample, backend: str) -> None:
     """Results and gradients against the oracle, from inputs that are already rounded."""
-    inputs = case(op, sample, dtype)
-    storage = stored(op, inputs, dtype, device_of(backend))
-    got = check_forward(op, copy.deepcopy(inputs), storage, dtype)
-    rules = op.forward.results
-    for g, rule in zip(got, rules, strict=False):
-        assert g.dtype == wanted_dtype(rule, storage, op.forward.override), rule
-        assert g.device.type == device_of(backend)
-    if op.vjp is not None:
-        check_backward(op, dtype, sample, device_of(backend), inputs, got)
+    with checked(op, dtype, sample, backend) as driver:
+        inputs = case(op, sample, dtype)
+        storage = stored(op, inputs, dtype, device_of(backend))
+        got = check_forward(op, copy.deepcopy(inputs), storage, dtype)
+        rules = op.forward.results
+        for g, rule in zip(got, rules, strict=False):
+            assert g.dtype == wanted_dtype(rule, storage, op.forward.override), rule
+            assert g.device.type == device_of(backend)
+        if op.vjp is not None:
+            check_backward(op, dtype, sample, device_of(backend), inputs, got)
+    if backend == "ptx_sm_90" and ON_TARGETS[backend].get(op.name) == sample.id:
+        assert any("wgmma.mma_async" in launch.program.ptx for launch in driver.history)
+
+
+@contextlib.contextmanager
+def checked(op: Op, dtype: str, sample: Sample, backend: str) -> Iterator[Any]:
+    """Turn the emulator's checks on, for every case in make prove and one of five in make test."""
+    share = 1 if PROVE or backend in ON_TARGETS else 5
+    if backend not in TARGETS or zlib.crc32(f"checked{op.name}{sample.id}{dtype}".encode()) % share:
+        yield None
+        return
+    from entrenar.emulator import install_driver
+
+    driver = install_driver(TARGETS[backend], **CHECKS)  # strict: a report raises
+    driver.history = []
+    try:
+        with reporting_unset(driver):
+            yield driver
+    finally:
+        install_driver(TARGETS[backend])
 
 
 @pytest.mark.usefixtures("oracle_process")
@@ -297,7 +355,7 @@ def baseline(op: Op, storage: dict[str, Any]) -> tuple[Any, ...]:
     return results or tuple(given[n] for n in op.forward.mutates if given.get(n) is not None)
 
 
-@on(baseline_cases, "cpu", "cuda")
+@on(baseline_cases, "cpu", "ptx", "cuda")
 def test_not_worse_than_torch(op: Op, dtype: str, sample: Sample, backend: str) -> None:
     """At most twice the error of torch in the same dtype, and a few roundings of the result."""
     inputs = case(op, sample, dtype)
@@ -358,26 +416,48 @@ def test_repeatable(op: Op, sample: Sample, backend: str) -> None:
 @on(layout_cases)
 def test_layouts_work_or_are_refused(op: Op, sample: Sample, layout: str, backend: str) -> None:
     """Strided storage gives the same result or LayoutError, never something else."""
-    inputs = case(op, sample, "float32")
-    wanted = run(oracle, op, copy.deepcopy(inputs))
-    for name, value in inputs.items():
+    given = case(op, sample, "float32")
+    for name, value in given.items():
         if not isinstance(value, np.ndarray) or value.ndim < 1 or value.size < 2:
             continue
-        if layout == "transposed" and value.ndim < 2:
+        if layout in ("transposed", "expanded") and value.ndim < 2:
             continue
+        inputs = dict(given)
+        if layout == "expanded":
+            inputs[name] = np.broadcast_to(value[:1], value.shape).copy()
+        wanted = run(oracle, op, copy.deepcopy(inputs))
         storage = stored(op, inputs, "float32", device_of(backend))
         storage[name] = strided(storage[name], layout)
-        assert not storage[name].is_contiguous() or min(value.shape) < 2
+        assert (layout == "offset") == storage[name].is_contiguous() or min(value.shape) < 2
         try:
             got = run(on_backend, op, storage)
         except LayoutError:
+            assert layout != "offset", name
             continue
+        if layout == "expanded" and alike(
+            got, run(on_backend, op, stored(op, inputs, "float32", device_of(backend)))
+        ):
+            continue  # equal rows may cancel to nothing, of which a tolerance says nothing
         for g, w in zip(got, wanted, strict=True):
             assert_close(g, w, tolerance(op, inputs, g, "float32"), f"{layout} {name}")
 
 
+def alike(left: tuple[Any, ...], right: tuple[Any, ...]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
 def strided(tensor: torch.Tensor, layout: str) -> torch.Tensor:
-    """Return the same values in other strides, with NaN (or a large id) in the gaps."""
+    """Return the same values in other strides, with NaN (or a zero id) in the gaps.
+
+    ``expanded`` has rows of stride 0; ``offset`` is contiguous and starts one element past an aligned address.
+    """
+    if layout == "expanded":
+        return tensor[:1].clone().expand(tensor.shape)
+    if layout == "offset":
+        longer = torch.zeros(tensor.numel() + 1, dtype=tensor.dtype, device=tensor.device)
+        view = longer[1:].view(tensor.shape)
+        view.copy_(tensor)
+        return view
     if layout == "transposed":
         return tensor.transpose(-1, -2).contiguous().transpose(-1, -2)
     shape = (*tensor.shape[:-1], 2 * tensor.shape[-1])
@@ -407,6 +487,17 @@ def test_mixed_dtypes_are_refused(op: Op, sample: Sample, backend: str) -> None:
         mixed = {**storage, name: storage[name].to(torch.float16)}
         with pytest.raises(DTypeError, match="wanted one dtype"):
             optable.call(op.forward.name, **mixed)
+
+
+@on(first_cases, "cpu", "ptx", "cuda")
+def test_mixed_devices_are_refused(op: Op, sample: Sample, backend: str) -> None:
+    storage = stored(op, case(op, sample, "float32"), "float32", device_of(backend))
+    arrays = [n for n, value in storage.items() if isinstance(value, torch.Tensor)]
+    holders = [n for n, value in storage.items() if optable.dispatch.storages(value)]
+    if len(holders) < 2:
+        pytest.skip("takes one array")
+    with pytest.raises(DeviceError, match=r"meta.*wanted one device"):
+        optable.call(op.forward.name, **{**storage, arrays[0]: storage[arrays[0]].to("meta")})
 
 
 # ---- the table itself ----
