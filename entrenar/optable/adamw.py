@@ -111,6 +111,7 @@ OPS: tuple[Op, ...] = (
             Sample("n64_step_1000000", _make(64, done=999_999, beta2=0.9999)),
             Sample("n50_beta2_0.9999_first_step", _make(50, beta2=0.9999, weight_decay=0.1)),
             Sample("n33_betas_0", _make(33, beta1=0.0, beta2=0.0, done=3)),
+            Sample("n45_eps_dominates", _make(45, eps=0.5)),
             Sample("n70_scaled", _make(70, done=4, scale=0.125, skip=0)),
             Sample("n70_skipped", _make(70, done=4, skip=1)),
             Sample("n10007_several_blocks", _make(10_007, done=2), small=False),
