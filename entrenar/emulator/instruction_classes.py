@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 from entrenar.emulator.syntax import TYPE_BITS, Opcode, opcode_of, split_operands
@@ -37,6 +38,7 @@ _BY_TYPE = {
 _MATRIX_TYPES = ("f16", "bf16", "tf32", "s8", "u8", "f64", "f32", "s32", "e4m3", "e5m2")
 
 
+@functools.lru_cache(maxsize=1 << 16)
 def classify(text: str) -> str:
     """Return the class of an instruction, one of ``CLASSES``."""
     opcode = opcode_of(text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
 import re
 import struct
 from collections.abc import Iterator
@@ -111,6 +112,7 @@ class Close:
 Item = Statement | Label | Location | Open | Close
 
 
+@functools.lru_cache(maxsize=1 << 16)
 def opcode_of(text: str) -> Opcode:
     """Return the opcode of an instruction's text, its guard left out."""
     return Opcode.of(_GUARD.sub("", text).split()[0].rstrip(";"))
