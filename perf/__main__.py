@@ -4,6 +4,7 @@ Commands:
 static    compile every kernel for GPUs offline: registers, spills, matrix instructions
 traffic   bytes each op loads and stores in the emulator, over the floor
 counters  instructions, sectors and bank conflicts in the emulator; races and unset memory
+emulation seconds that kernels take emulated, beside interpreted
 mutate    faults planted in every compiled kernel, and what notices them
 launches  launches, waits and allocations of a training step, as it runs and replayed
 step      one QLoRA training step on a real model, beside its floor
@@ -18,7 +19,17 @@ import sys
 
 from entrenar.errors import EntrenarError
 
-COMMANDS = ("static", "traffic", "counters", "mutate", "launches", "step", "gpu", "prove")
+COMMANDS = (
+    "static",
+    "traffic",
+    "counters",
+    "emulation",
+    "mutate",
+    "launches",
+    "step",
+    "gpu",
+    "prove",
+)
 
 
 def main(arguments: list[str]) -> int:
