@@ -172,12 +172,13 @@ def _quantize_kernel(
     codes_ptr += first * HALF
     absmax_ptr += first
     left = n - first * BLOCK
+    floor = tl.full((ROWS,), _FLOOR, tl.float32)  # plain, triton 3.6 takes a subnormal for a float64
     if left >= ROWS * BLOCK:
         x = tl.load(w_ptr + values_at).to(tl.float32)
         bad = (tl.abs(x) <= _LARGEST) == 0
         x = tl.where(bad, 0.0, x)
         absmax = tl.max(tl.abs(x), 1)
-        reciprocal = tl.div_rn(1.0, tl.maximum(absmax, _FLOOR))
+        reciprocal = tl.div_rn(1.0, tl.maximum(absmax, floor))
         packed = _pack(_encode(x * reciprocal[:, None], middles_ptr), ROWS, HALF)
         tl.store(absmax_ptr + rows, absmax)
         tl.store(codes_ptr + bytes_at, packed)
@@ -186,7 +187,7 @@ def _quantize_kernel(
         bad = (tl.abs(x) <= _LARGEST) == 0
         x = tl.where(bad, 0.0, x)
         absmax = tl.max(tl.abs(x), 1)
-        floored = tl.maximum(absmax, _FLOOR)
+        floored = tl.maximum(absmax, floor)
         scaled = x * tl.div_rn(1.0, floored)[:, None]
         if SHORT:
             short = (rows + 1) * BLOCK > left  # [ROWS]
