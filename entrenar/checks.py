@@ -12,6 +12,7 @@ from entrenar.errors import DTypeError, ShapeMismatchError
 
 __all__ = [
     "check_alike",
+    "check_array",
     "check_dtype",
     "check_ndim",
     "check_positive",
@@ -28,6 +29,13 @@ def dtype_name(array: Any) -> str:
     return _bare_name(array.dtype)
 
 
+def check_array(op: str, name: str, array: Any) -> None:
+    """Refuse what has no shape and dtype: None, a number, a list."""
+    if not (hasattr(array, "shape") and hasattr(array, "dtype")):
+        got = "None" if array is None else f"a {type(array).__name__}"
+        raise DTypeError(f"{op}: {name} is {got}, wanted an array", f"pass storage for {name}")
+
+
 @functools.cache
 def _bare_name(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
@@ -35,6 +43,7 @@ def _bare_name(dtype: Any) -> str:
 
 def check_ndim(op: str, name: str, array: Any, *ndims: int) -> None:
     """Refuse an array whose number of dimensions is none of ``ndims``."""
+    check_array(op, name, array)
     if len(array.shape) not in ndims:
         wanted = " or ".join(str(n) for n in ndims)
         raise ShapeMismatchError(
@@ -45,6 +54,7 @@ def check_ndim(op: str, name: str, array: Any, *ndims: int) -> None:
 
 def check_shape(op: str, name: str, array: Any, wanted: tuple[int, ...], hint: str = "") -> None:
     """Refuse an array of another shape; -1 in ``wanted`` matches any size."""
+    check_array(op, name, array)
     got = tuple(array.shape)
     fits = len(got) == len(wanted) and all(w in (-1, g) for g, w in zip(got, wanted, strict=True))
     if not fits:
@@ -54,6 +64,7 @@ def check_shape(op: str, name: str, array: Any, wanted: tuple[int, ...], hint: s
 
 def check_dtype(op: str, name: str, array: Any, *wanted: str) -> None:
     """Refuse an array whose dtype is none of ``wanted``; the floating types where none is given."""
+    check_array(op, name, array)
     wanted = wanted or FLOATS
     if dtype_name(array) not in wanted:
         raise DTypeError(
@@ -64,7 +75,10 @@ def check_dtype(op: str, name: str, array: Any, *wanted: str) -> None:
 
 def check_same_dtype(op: str, **arrays: Any) -> None:
     """Refuse arrays of different dtypes; None is passed over."""
-    names = {name: dtype_name(array) for name, array in arrays.items() if array is not None}
+    given = {name: array for name, array in arrays.items() if array is not None}
+    for name, array in given.items():
+        check_array(op, name, array)
+    names = {name: dtype_name(array) for name, array in given.items()}
     if len(set(names.values())) > 1:
         listed = ", ".join(f"{name} {dtype}" for name, dtype in names.items())
         raise DTypeError(f"{op}: got {listed}, wanted one dtype for all", "cast them to one dtype")

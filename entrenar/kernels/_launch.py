@@ -18,13 +18,14 @@ import torch
 
 from entrenar import runtime
 from entrenar.checks import check_dtype
-from entrenar.errors import DeviceError, LayoutError
+from entrenar.errors import DeviceError, DTypeError, LayoutError
 from entrenar.kernels import _interpreter
 
 __all__ = [
     "allocating",
     "cdiv",
     "check_floating",
+    "check_storage",
     "empty",
     "interpreting",
     "launch",
@@ -32,6 +33,7 @@ __all__ = [
     "next_power_of_2",
     "num_warps_for",
     "on_amd",
+    "on_rdna",
     "prepare",
     "require_contiguous",
     "shared_bytes",
@@ -54,6 +56,19 @@ def interpreting() -> bool:
 def on_amd() -> bool:
     """Whether torch was built for AMD GPUs."""
     return torch.version.hip is not None
+
+
+@functools.cache
+def on_rdna() -> bool:
+    """Whether the GPU is AMD's with wavefronts of 32 lanes: half as many lanes to hold a tile.
+
+    Offline compilation names its target in ``torch.version.hip``.
+    """
+    if not on_amd():
+        return False
+    if torch.cuda.is_available():
+        return int(getattr(torch.cuda.get_device_properties(0), "warp_size", 64)) == 32
+    return "gfx1" in str(torch.version.hip)
 
 
 # Shared memory a program may use where it is not that of sm_90 and newer, in KiB.
@@ -110,10 +125,26 @@ def prepare(op: str, *tensors: torch.Tensor | None) -> None:
         )
 
 
+def check_storage(op: str, **tensors: Any) -> None:
+    """Refuse what is no torch tensor: an ndarray, None, a list.
+
+    Raises:
+        DTypeError: Names the argument and what it is.
+    """
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor):
+            got = "None" if tensor is None else f"a {type(tensor).__name__}"
+            raise DTypeError(
+                f"{op}: {name} is {got}, wanted a torch tensor",
+                "torch.from_numpy(array) views an ndarray",
+            )
+
+
 def check_floating(op: str, **tensors: torch.Tensor | None) -> None:
     """Refuse storage that is not float32, float16 or bfloat16; None is passed over."""
     for name, tensor in tensors.items():
         if tensor is not None:
+            check_storage(op, **{name: tensor})
             check_dtype(op, name, tensor, "float32", "float16", "bfloat16")
 
 

@@ -400,6 +400,7 @@ def _gradient(
     scale = _scale_storage(op, grad_scale, logits)
     if out is None:
         out = _launch.empty(logits.shape, logits.dtype, logits)
+    _launch.check_storage(op, out=out)
     checks.check_shape(op, "out", out, tuple(logits.shape), "it has the shape of logits")
     checks.check_same_dtype(op, logits=logits, out=out)
     _check_columns(op, "out", out)
@@ -523,6 +524,7 @@ def _scale_storage(
 
 
 def _check(op: str, logits: torch.Tensor, targets: torch.Tensor, name: str = "targets") -> None:
+    _launch.check_storage(op, logits=logits, **{name: targets})
     checks.check_ndim(op, "logits", logits, 2)
     _launch.check_floating(op, logits=logits)
     checks.check_dtype(op, name, targets, "int64")
@@ -535,6 +537,7 @@ def _check(op: str, logits: torch.Tensor, targets: torch.Tensor, name: str = "ta
 def _check_linear(
     op: str, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, chunk_rows: int
 ) -> None:
+    _launch.check_storage(op, hidden=hidden, weight=weight, targets=targets)
     checks.check_ndim(op, "hidden", hidden, 2)
     checks.check_shape(op, "weight", weight, (-1, hidden.shape[1]), "weight is [V, H]")
     _launch.check_floating(op, hidden=hidden, weight=weight)

@@ -20,6 +20,7 @@ from entrenar.errors import DTypeError
 from entrenar.kernels._launch import (
     cdiv,
     check_floating,
+    check_storage,
     empty,
     launch,
     next_power_of_2,
@@ -369,6 +370,7 @@ def _binary(
     stream: Any,
     multiply: bool,
 ) -> torch.Tensor:
+    check_storage(op, a=a, b=b)
     check_alike(op, a=a, b=b, out=out)
     _ready(op, a=a, b=b, out=out)
     y = empty(a.shape, a.dtype, like=a) if out is None else out

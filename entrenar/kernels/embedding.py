@@ -123,6 +123,7 @@ def embedding_forward(
     """
     op = "embedding_forward"
     _check_ids(op, ids)
+    _launch.check_storage(op, weight=weight)
     check_ndim(op, "weight", weight, 2)
     _launch.check_floating(op, weight=weight)
     if status is not None:
@@ -184,6 +185,7 @@ def embedding_backward(
     """
     op = "embedding_backward"
     _check_ids(op, ids)
+    _launch.check_storage(op, grad_y=grad_y)
     _launch.check_floating(op, grad_y=grad_y)
     check_shape(op, "grad_y", grad_y, (ids.shape[0], -1))
     if n_rows < 0:
@@ -233,6 +235,7 @@ def embedding_backward(
 
 
 def _check_ids(op: str, ids: torch.Tensor) -> None:
+    _launch.check_storage(op, ids=ids)
     check_dtype(op, "ids", ids, "int64", "int32")
     check_ndim(op, "ids", ids, 1)
 

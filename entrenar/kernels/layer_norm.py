@@ -144,6 +144,7 @@ def layer_norm_backward(
         sizes alone.
     """
     op = "layer_norm_backward"
+    _launch.check_storage(op, grad_y=grad_y, mean=mean, rstd=rstd)
     _check(op, x, weight, None, mean, rstd, grad_y=grad_y, grad_residual=grad_residual)
     grad_x = _launch.empty(tuple(x.shape), x.dtype, x)
     needs = (need_grad_weight, need_grad_bias)
@@ -293,6 +294,7 @@ def _check(
     rstd: torch.Tensor | None = None,
     **like_x: torch.Tensor | None,
 ) -> None:
+    _launch.check_storage(op, x=x, weight=weight)
     _launch.check_floating(op, x=x, weight=weight, bias=bias, **like_x)
     if x.dim() < 1:
         raise ShapeMismatchError(f"{op}: x has no dimensions, wanted at least 1", "reshape x")

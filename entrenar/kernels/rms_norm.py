@@ -314,6 +314,7 @@ def rms_norm_backward(
     Numerics: ``grad_weight`` is summed in float32 in an order that depends on the sizes alone.
     """
     op = "rms_norm_backward"
+    _launch.check_storage(op, grad_y=grad_y, rstd=rstd)
     _check(op, x, weight, rstd, grad_y=grad_y, grad_residual=grad_residual)
     grad_x = _launch.empty(tuple(x.shape), x.dtype, x)
     wide = x.shape[-1] > _MAX_BLOCK_BACKWARD
@@ -461,10 +462,12 @@ def _check(
     rstd: torch.Tensor | None = None,
     **like_x: torch.Tensor | None,
 ) -> None:
+    _launch.check_storage(op, x=x, weight=weight)
     if x.dim() < 1:
         raise ShapeMismatchError(f"{op}: x has no dimensions, wanted at least 1", "reshape x")
     check_shape(op, "weight", weight, (x.shape[-1],), "pass the weight of the same layer")
     given = {name: t for name, t in like_x.items() if t is not None}
+    _launch.check_storage(op, **given)
     for name, tensor in given.items():
         check_shape(op, name, tensor, tuple(x.shape))
     floats = {"x": x, "weight": weight, **given}

@@ -21,6 +21,7 @@ from entrenar.errors import ShapeMismatchError
 from entrenar.kernels._launch import (
     cdiv,
     check_floating,
+    check_storage,
     empty,
     launch,
     next_power_of_2,
@@ -272,6 +273,7 @@ def softmax_backward(
 
 
 def _check(op: str, **arrays: torch.Tensor | None) -> None:
+    check_storage(op, **{name: array for name, array in arrays.items() if name != "out"})
     check_alike(op, **arrays)
     given = {name: array for name, array in arrays.items() if array is not None}
     check_floating(op, **given)

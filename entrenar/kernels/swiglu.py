@@ -358,6 +358,7 @@ def _gelu_kind(op: str, approximate: str) -> str:
 
 
 def _check(op: str, **tensors: torch.Tensor | None) -> None:
+    _launch.check_storage(op, **{name: t for name, t in tensors.items() if name != "out"})
     first = next(t for t in tensors.values() if t is not None)
     given = {name: t for name, t in tensors.items() if t is not None}
     for name, tensor in given.items():
