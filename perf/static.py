@@ -87,7 +87,7 @@ def collect(target: str, dtypes: Sequence[str], only: str = "") -> list[Spec]:
     import torch
 
     if target.startswith("gfx"):
-        torch.version.hip = "offline"
+        torch.version.hip = f"offline {target}"
     else:
         os.environ["ENTRENAR_PTX_TARGET"] = target
     from entrenar.kernels import _launch

@@ -206,7 +206,7 @@ def _launch_delta(
 ) -> None:
     n_rows, heads, head_dim = out.shape
     block_d = _block_d(head_dim)
-    block_m = max(4096 // block_d, 16)
+    block_m = max(_DELTA_ELEMENTS // block_d, 8)
     _launch.launch(
         _kernels._attention_delta_kernel,
         (_launch.cdiv(n_rows, block_m), heads),
@@ -308,6 +308,7 @@ def _check(
     cu_k: torch.Tensor | None,
     window: int,
 ) -> _Segments:
+    _launch.check_storage(op, q=q, k=k, v=v)
     for name, array in (("q", q), ("k", k), ("v", v)):
         checks.check_ndim(op, name, array, 3)
     _launch.check_floating(op, q=q, k=k, v=v)
@@ -341,6 +342,7 @@ def _check_segments(
         return _Segments(None, None)
     shared = cu_q if cu_k is None else cu_k
     for name, bounds, rows in (("cu_seqlens_q", cu_q, n_queries), ("cu_seqlens_k", shared, n_keys)):
+        _launch.check_storage(op, **{name: bounds})
         checks.check_ndim(op, name, bounds, 1)
         checks.check_dtype(op, name, bounds, "int32")
         _launch.require_contiguous(op, **{name: bounds})
@@ -370,6 +372,7 @@ def _check_bounds_on_cpu(op: str, name: str, cu_seqlens: torch.Tensor, n_rows: i
 def _check_saved(
     op: str, grad_out: torch.Tensor, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
 ) -> None:
+    _launch.check_storage(op, grad_out=grad_out, out=out, lse=lse)
     checks.check_shape(op, "grad_out", grad_out, tuple(q.shape), "it has the shape of q")
     checks.check_shape(op, "out", out, tuple(q.shape), "it has the shape of q")
     checks.check_shape(op, "lse", lse, (q.shape[1], q.shape[0]), "lse is [heads, tokens]")
@@ -398,7 +401,7 @@ def _fit(block: int, rows: int) -> int:
     return min(block, max(_launch.next_power_of_2(max(rows, 1)), 16))
 
 
-# By padded head dimension. Chosen for no spill on sm_80 and sm_90 and at most 99 KB of shared
+# By padded head dimension. Chosen for no spill on sm_80, sm_90, gfx942 and at most 99 KB of shared
 # memory, not yet by timing; 32-bit products run on the scalar units and want small tiles.
 _FORWARD_16BIT = {
     64: _Tile(128, 64, 8, 3),
@@ -424,24 +427,64 @@ _QUERY_GRADIENT_32BIT = {
 }
 
 
-def _choose(q: torch.Tensor, half: dict[int, _Tile], single: dict[int, _Tile]) -> _Tile:
-    table = single if q.dtype == torch.float32 else half
-    tile = table[max(_block_d(q.shape[2]), 64)]
+# By item size and padded head dimension, where those above spill. In 99 KB of shared memory (sm_120: 8
+# and 16 bytes in four warps):
+_KEY_GRADIENT_SMALL = {(2, 64): _Tile(64, 64, 8, 2)}
+_QUERY_GRADIENT_SMALL = {(4, 64): _Tile(32, 32, 8, 1)}
+# On RDNA, whose wavefronts of 32 lanes hold both halves of a matrix operand twice. Heads of 64 do not
+# spill on gfx1100, nor forward those of 128; backward at 128 and all at 256 do, with any tile: these
+# spill least.
+_FORWARD_RDNA = {
+    (2, 64): _Tile(128, 32, 8, 1), (2, 128): _Tile(32, 16, 8, 1), (2, 256): _Tile(32, 16, 16, 1),
+    (4, 64): _Tile(16, 16, 8, 1), (4, 128): _Tile(32, 16, 16, 1), (4, 256): _Tile(16, 16, 16, 1),
+}  # fmt: skip
+_KEY_GRADIENT_RDNA = {
+    (2, 64): _Tile(32, 32, 8, 1), (2, 128): _Tile(16, 16, 8, 1), (2, 256): _Tile(16, 16, 16, 1),
+    (4, 64): _Tile(16, 16, 8, 1), (4, 128): _Tile(16, 16, 16, 1), (4, 256): _Tile(16, 16, 16, 1),
+}  # fmt: skip
+_QUERY_GRADIENT_RDNA = {
+    (2, 64): _Tile(32, 32, 8, 1), (2, 128): _Tile(16, 16, 8, 1), (2, 256): _Tile(16, 16, 16, 1),
+    (4, 64): _Tile(16, 16, 8, 1), (4, 128): _Tile(16, 16, 8, 1), (4, 256): _Tile(16, 16, 16, 1),
+}  # fmt: skip
+_SMALL_SHARED = 100 << 10
+# Elements of the output that a program of four warps multiplies by its gradient: 16 a thread.
+_DELTA_ELEMENTS = 2048
+
+_Exceptions = dict[tuple[int, int], _Tile]
+
+
+def _choose(
+    q: torch.Tensor,
+    half: dict[int, _Tile],
+    single: dict[int, _Tile],
+    small: _Exceptions,
+    rdna: _Exceptions,
+) -> _Tile:
+    width = max(_block_d(q.shape[2]), 64)
+    tile = (single if q.dtype == torch.float32 else half)[width]
+    if _launch.on_rdna():
+        return rdna[q.element_size(), width]
     if _launch.on_amd():  # four wavefronts leave each the registers that eight would spill
         return dataclasses.replace(tile, num_warps=4, num_stages=1)
+    if _launch.shared_bytes(q.device) < _SMALL_SHARED:
+        return small.get((q.element_size(), width), tile)
     return tile
 
 
 def _forward_tile(q: torch.Tensor, mean_queries: int) -> _Tile:
-    tile = _choose(q, _FORWARD_16BIT, _FORWARD_32BIT)
+    tile = _choose(q, _FORWARD_16BIT, _FORWARD_32BIT, {}, _FORWARD_RDNA)
     return dataclasses.replace(tile, block_m=_fit(tile.block_m, mean_queries))
 
 
 def _key_gradient_tile(q: torch.Tensor, mean_keys: int) -> _Tile:
-    tile = _choose(q, _KEY_GRADIENT_16BIT, _KEY_GRADIENT_32BIT)
+    tile = _choose(
+        q, _KEY_GRADIENT_16BIT, _KEY_GRADIENT_32BIT, _KEY_GRADIENT_SMALL, _KEY_GRADIENT_RDNA
+    )
     return dataclasses.replace(tile, block_n=_fit(tile.block_n, mean_keys))
 
 
 def _query_gradient_tile(q: torch.Tensor, mean_queries: int) -> _Tile:
-    tile = _choose(q, _QUERY_GRADIENT_16BIT, _QUERY_GRADIENT_32BIT)
+    tile = _choose(
+        q, _QUERY_GRADIENT_16BIT, _QUERY_GRADIENT_32BIT, _QUERY_GRADIENT_SMALL, _QUERY_GRADIENT_RDNA
+    )
     return dataclasses.replace(tile, block_m=_fit(tile.block_m, mean_queries))
