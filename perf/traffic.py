@@ -2,6 +2,9 @@
 
     python -m perf traffic --json -
 
+Beside it stand the bytes that Triton's interpreter counts of the kernel's source, with fewer rows. There
+the two must agree: distinct bytes of each program, added up, within two per cent.
+
 A call at a model's sizes (perf.calls, with few rows) is compiled for sm_80 and executed, and the bytes
 that its programs ask memory for are counted: distinct bytes within a warp's request, summed. An argument
 under 64 KiB, such as a weight row or a table, counts once a launch, since caches hold it. The floor is
@@ -17,14 +20,20 @@ import inspect
 import json
 import math
 import os
+import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from entrenar.errors import KernelError
 
 __all__ = ["complete", "floor_bytes", "flops_of", "main", "measure"]
 
 Row = dict[str, Any]
 SMALL = 64 << 10
+AGREEMENT = 0.02
+INTERPRETED_TOKENS = 16
 # Bounds of calls that their row, which speaks of the forward pass on usual sizes, does not bound.
 BOUNDS: tuple[tuple[str, str, float, str], ...] = (
     ("cross_entropy_backward", "", 1.55, "the logits are read for their sum, then once more"),
@@ -38,6 +47,12 @@ BOUNDS: tuple[tuple[str, str, float, str], ...] = (
     ("bias_backward", "", 1.15, "float32 partial sums, so that a few hundred rows fill a device"),
     ("clip_grad_norm", "", 1.51, "two reads and one write, and three floats a program"),
 )  # fmt: skip
+
+
+def _of_programs(history: list[Any]) -> tuple[int, int]:
+    """Return bytes (loaded, stored), distinct within each program, added up."""
+    buffers = [b for launch in history for b in launch.counters["distinct"]["buffers"].values()]
+    return sum(b["program_loaded"] for b in buffers), sum(b["program_stored"] for b in buffers)
 
 
 def _moved(history: list[Any]) -> tuple[int, int]:
@@ -117,6 +132,7 @@ def _count(op: Any, call: Any, dtype: str, tokens: int, driver: Any) -> Row:
     driver.history = []
     result = launcher(**given)
     loaded, stored = _moved(driver.history)
+    of_programs = _of_programs(driver.history)
     mutates = FUNCTIONS[call.function].mutates
     floor = floor_bytes(op, call, given, DTYPES[dtype].itemsize, mutates, result)
     limit, why = _bound(op, call.function, call.shape)
@@ -131,7 +147,19 @@ def _count(op: Any, call: Any, dtype: str, tokens: int, driver: Any) -> Row:
         "bound": limit,
         "why": why,
         "launches": len(driver.history),
+        "program_loaded_bytes": of_programs[0],
+        "program_stored_bytes": of_programs[1],
     }
+
+
+def chosen(only: str, dtypes: tuple[str, ...]) -> Iterator[tuple[Any, str]]:
+    """Yield each call that moves memory rather than multiplies, with each of its dtypes asked for."""
+    from entrenar.optable import OPS
+    from perf.calls import CALLS
+
+    for call in CALLS:
+        if only in call.function and not OPS[call.op].has_dot:
+            yield from ((call, dtype) for dtype in dtypes if dtype in call.dtypes)
 
 
 def measure(
@@ -145,16 +173,48 @@ def measure(
     from entrenar import runtime
     from entrenar.emulator import install_driver
     from entrenar.optable import OPS
-    from perf.calls import CALLS
 
     driver = install_driver(runtime.ptx_target(), counters=True)
     return [
-        _count(OPS[call.op], call, dtype, tokens, driver)
-        for call in CALLS
-        if only in call.function and not OPS[call.op].has_dot
-        for dtype in dtypes
-        if dtype in call.dtypes
+        _count(OPS[call.op], call, dtype, tokens, driver) for call, dtype in chosen(only, dtypes)
     ]
+
+
+def agreement(only: str, dtypes: tuple[str, ...], tokens: int) -> list[Row]:
+    """Count in the emulator and, in a process of its own, in the interpreter; return a row each.
+
+    Raises:
+        KernelError: The interpreter's process failed.
+    """
+    command = [sys.executable, "-m", "perf.interpreted", "--only", only, "--tokens", str(tokens)]
+    done = subprocess.run(
+        [*command, "--dtypes", ",".join(dtypes)],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        cwd=Path(__file__).resolve().parents[1],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise KernelError(f"interpreting the kernels failed: {done.stderr[-2000:]}")
+    interpreted = {(r["op"], r["dtype"], r["shape"]): r for r in json.loads(done.stdout)}
+    return [
+        {
+            **{key: row[key] for key in ("op", "dtype", "shape")},
+            **{key: row[key] for key in ("program_loaded_bytes", "program_stored_bytes")},
+            **interpreted[(row["op"], row["dtype"], row["shape"])],
+        }
+        for row in measure(only, dtypes, tokens)
+    ]
+
+
+def disagrees(row: Row) -> bool:
+    """Whether emulator and interpreter differ by more than two per cent in a row of both."""
+    return any(
+        abs(row[f"program_{way}_bytes"] - row[f"interpreted_{way}_bytes"])
+        > AGREEMENT * max(row[f"program_{way}_bytes"], row[f"interpreted_{way}_bytes"])
+        for way in ("loaded", "stored")
+    )
 
 
 def over(row: Row) -> bool:
@@ -173,18 +233,51 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--dtypes", default="fp32,bf16", help="comma-separated")
     parser.add_argument("--tokens", type=int, default=256, help="rows of activations")
     parser.add_argument("--json", default="-", help="a path, or - for standard output")
+    parser.add_argument(
+        "--interpreted-tokens",
+        type=int,
+        default=INTERPRETED_TOKENS,
+        help="rows of the calls that are also interpreted; 0 for none",
+    )
     options = parser.parse_args(arguments)
-    rows = measure(options.only, tuple(options.dtypes.split(",")), options.tokens)
+    dtypes = tuple(options.dtypes.split(","))
+    rows = measure(options.only, dtypes, options.tokens)
+    both = _interpreted(options.only, dtypes, options.interpreted_tokens)
+    for row in rows:
+        row["interpreted"] = both.get((row["op"], row["dtype"], row["shape"].rsplit(", T=", 1)[0]))
     text = json.dumps(rows, indent=1)
     if options.json == "-":
         print(text)
     else:
-        Path(options.json).write_text(text + "\n")
-    bad = [row for row in rows if over(row)]
-    for row in bad:
-        print(
-            f"{row['op']} ({row['dtype']}, {row['shape']}): {row['ratio']} times the floor, "
-            f"wanted at most {row['bound']} ({row['why']})",
-            file=sys.stderr,
-        )
-    return 1 if bad else 0
+        part = Path(f"{options.json}.part")
+        part.write_text(text + "\n")
+        part.replace(options.json)
+    found = [*(_too_much(row) for row in rows if over(row))]
+    found += [_differs(row) for row in both.values() if disagrees(row)]
+    print("\n".join(found), file=sys.stderr)
+    return 1 if found else 0
+
+
+def _interpreted(
+    only: str, dtypes: tuple[str, ...], tokens: int
+) -> dict[tuple[str, str, str], Row]:
+    """Return the rows of both counts by op, dtype and shape; none for 0 tokens."""
+    if not tokens:
+        return {}
+    rows = agreement(only, dtypes, tokens)
+    return {(r["op"], r["dtype"], r["shape"].rsplit(", T=", 1)[0]): r for r in rows}
+
+
+def _too_much(row: Row) -> str:
+    return (
+        f"{row['op']} ({row['dtype']}, {row['shape']}): {row['ratio']} times the floor, "
+        f"wanted at most {row['bound']} ({row['why']})"
+    )
+
+
+def _differs(row: Row) -> str:
+    counted = ", ".join(
+        f"{row[f'program_{way}_bytes']} {way} emulated and {row[f'interpreted_{way}_bytes']} interpreted"
+        for way in ("loaded", "stored")
+    )
+    return f"{row['op']} ({row['dtype']}, {row['shape']}): {counted}, wanted within 2 %"

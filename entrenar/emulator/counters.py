@@ -3,7 +3,8 @@
 ``warp_instructions`` and ``by_class`` count executed warp instructions of the PTX, also those with no
 active lane; the assembler merges, splits and removes some. ``global_memory`` counts requests to the first
 cache, as 32-byte sectors, beside the fewest that the distinct bytes could take; no cache is modelled.
-``distinct`` counts different bytes over the whole launch, the least that memory must move. ``shared_memory``
+``distinct`` counts different bytes over the whole launch, the least that memory must move; of each buffer
+also those within a program (``program_loaded``) and within a request (``requested_loaded``), added up. ``shared_memory``
 counts wavefronts over 32 banks of 4 bytes beside the fewest possible; reads by wgmma and bulk copies are
 not in it.
 """
@@ -131,6 +132,8 @@ def _buffers(watch: Watch) -> dict[str, dict[str, int]]:
             "stored": int(np.bitwise_count(stored).sum()),
             "requested_loaded": int(row.rld),
             "requested_stored": int(row.rst),
+            "program_loaded": int(row.pld),
+            "program_stored": int(row.pst),
             "loaded_sectors": int(np.count_nonzero(loaded)),
             "stored_sectors": int(np.count_nonzero(stored)),
         }

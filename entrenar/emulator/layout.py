@@ -73,7 +73,7 @@ class Monitor(ctypes.Structure):
 class Argument(ctypes.Structure):
     """``MReg``: the memory of one argument."""
 
-    _fields_ = _fields(_U64, "lo n ld st valid gr rld rst mlo mn")
+    _fields_ = _fields(_U64, "lo n ld st valid gr rld rst mlo mn bld bst gld gst pld pst")
 
 
 class RawReport(ctypes.Structure):

@@ -118,6 +118,8 @@ class Watch:
             loaded, stored = self._zeros(sectors), self._zeros(sectors)
             row.ld, row.st = loaded.ctypes.data, stored.ctypes.data
             self.covered.append((loaded, stored))
+            for name in ("bld", "bst", "gld", "gst"):
+                setattr(row, name, self._zeros(sectors).ctypes.data)
         if unset:
             row.valid = self._zeros(sectors).ctypes.data
         if self.checks.gracecheck:

@@ -70,6 +70,12 @@ static void g_race(Ctx *c, SE *e, u32 pc, int kind) {
     }
   }
 }
+static u64 g_new(Ctx *c, u32 *bits, u32 *block, u64 s, u32 m) { // bytes that the block had not touched
+  if (block[s] != (u32)c->wg + 1) block[s] = (u32)c->wg + 1, bits[s] = 0;
+  u32 fresh = m & ~bits[s];
+  bits[s] |= m;
+  return __builtin_popcount(fresh);
+}
 static void g_done(Ctx *c, u32 pc, int kind, u64 want) {
   if (!nse) return;
   IM *im = &MN->im[pc];
@@ -82,10 +88,12 @@ static void g_done(Ctx *c, u32 pc, int kind, u64 want) {
       if (kind != 1) {
         e->r->ld[e->s] |= e->m;
         e->r->rld += __builtin_popcount(e->m);
+        e->r->pld += g_new(c, e->r->bld, e->r->gld, e->s, e->m);
       }
       if (kind != 0) {
         e->r->st[e->s] |= e->m;
         e->r->rst += __builtin_popcount(e->m);
+        e->r->pst += g_new(c, e->r->bst, e->r->gst, e->s, e->m);
       }
     }
     if ((f & MF_INIT) && e->r->valid) {

@@ -14,8 +14,11 @@ typedef struct {
   u32 *ld, *st, *valid, *gr;
   u64 rld, rst;
   u64 mlo, mn;
+  u32 *bld, *bst, *gld, *gst;
+  u64 pld, pst;
 } MReg; // one argument: where it lies; ld/st/valid: one bit a byte, a word a sector; gr: 6 words a granule;
-        // rld/rst: bytes, distinct within each request; mlo, mn: its mapping, guard pages and all
+        // rld/rst: bytes, distinct within each request; mlo, mn: its mapping, guard pages and all; bld/bst: ld/st
+        // of one block, which gld/gst name; pld/pst: bytes, distinct within each block
 typedef struct {
   u32 kind, pc1, pc2, ag1, ag2, reg;
   u64 n, addr, block, block2;
