@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from entrenar import runtime
+from entrenar.emulator import install_driver
 from entrenar.errors import DataError
-from entrenar.kernels import _launch, embedding
+from entrenar.kernels import embedding
 from entrenar.testing import poisoned
 
 
@@ -37,12 +39,8 @@ def test_backward_stays_inside_the_table(device: str) -> None:
     """What a GPU does with an id it cannot check before the launch: leaves its gradient out."""
     memory = torch.full((7, 4), 7.0, device=device)
     grad = torch.full((3, 4), 1.0, device=device)
-    _launch.launch(
-        embedding._embedding_backward_kernel, (3,), op="embedding_backward", stream=None,
-        reads=(grad,), writes=(memory,), grad_y_ptr=grad, ids_ptr=torch.tensor([-1, 1, 5], device=device),
-        grad_weight_ptr=memory[1:6], n_tokens=3, n_rows=5, n_cols=4, n_col_blocks=1,
-        TOKENS=32, BLOCK=4, num_warps=1,
-    )  # fmt: skip
+    ids = torch.tensor([-1, 1, 5], device=device)
+    embedding._launch_runs("embedding_backward", None, grad, ids, memory[1:6])
     assert memory.cpu()[:, 0].tolist() == [7.0, 7.0, 1.0, 7.0, 7.0, 7.0, 7.0]
 
 
@@ -58,6 +56,44 @@ def test_sums_repeat_to_the_bit_and_are_float32(device: str, dtype: torch.dtype)
     np.add.at(exact, ids.cpu().numpy(), grad.double().cpu().numpy())
     scale = 2.0**-23 if dtype == torch.float32 else 2.0**-8
     np.testing.assert_allclose(first.double().cpu(), exact, rtol=scale, atol=1e-5)
+
+
+@pytest.mark.parametrize("n_rows", [32_000, 151_936, 256_000])
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+def test_real_vocabularies(device: str, n_rows: int, index: torch.dtype) -> None:
+    """Ids at both ends of the table, ones that repeat past a tile, and a number of tokens past one."""
+    ids = np.random.default_rng(1).integers(0, n_rows, 141)
+    ids[[0, 70, 140]] = n_rows - 1
+    ids[[1, 139]] = 0
+    ids[10:40] = 31_999
+    grad = torch.from_numpy(np.arange(282, dtype=np.float32).reshape(141, 2)).to(device)
+    with poisoned():
+        got = embedding.embedding_backward(grad, torch.from_numpy(ids).to(device, index), n_rows)
+    exact = np.zeros((n_rows, 2), np.float32)
+    np.add.at(exact, ids, grad.cpu().numpy())  # small integers: exact in any order
+    np.testing.assert_array_equal(got.cpu(), exact)
+
+
+def test_ids_are_read_once_for_many_tokens(device: str) -> None:
+    """Not once a token and block of columns: counted by the emulator as bytes asked of ``ids``."""
+    if device != "cpu":
+        pytest.skip("the emulator counts, and runs on the CPU")
+    tokens = 1024
+    ids = torch.arange(tokens).flip(0)
+    grad = torch.full((tokens, 8), 1.0)
+    driver = install_driver(runtime.ptx_target(), counters=True)
+    driver.history = []
+    try:
+        embedding.embedding_backward(grad, ids, tokens)
+    finally:
+        install_driver(runtime.ptx_target())  # one that does not count
+    buffers = [b for run in driver.history for b in run.counters["distinct"]["buffers"].values()]
+    asked = sum(
+        b["requested_loaded"] for b in buffers if b["size"] == 8 * tokens
+    )  # int64 ids alone
+    assert asked >= 8 * tokens
+    # eight bytes for each of 64 tokens a program, in four warps of which each asks for all of them
+    assert asked <= 4 * 8 * tokens * (tokens / 64 + 2)
 
 
 def test_no_tokens_give_zeros(device: str) -> None:
