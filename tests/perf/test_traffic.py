@@ -55,3 +55,12 @@ def test_traffic_is_within_its_bounds(
             )
         # less than the floor is right only where a mask leaves inputs unread
         assert row["ratio"] > 0.9 or "causal" in row["op"] + row["shape"], row
+
+
+def test_calls_cover_every_function_and_every_row() -> None:
+    """Whatever the table lists is compiled offline, counted and timed: perf goes through these calls."""
+    from entrenar.optable import FUNCTIONS, OPS
+    from perf.calls import CALLS
+
+    assert set(FUNCTIONS) == {call.function for call in CALLS}
+    assert set(OPS) == {call.op for call in CALLS}
