@@ -5,6 +5,7 @@ static    compile every kernel for GPUs offline: registers, spills, matrix instr
 traffic   bytes each op loads and stores in the emulator, over the floor
 counters  instructions, sectors and bank conflicts in the emulator; races and unset memory
 emulation seconds that kernels take emulated, beside interpreted
+model     the least time of a launch at published rates; a model, not a measurement
 mutate    faults planted in every compiled kernel, and what notices them
 launches  launches, waits and allocations of a training step, as it runs and replayed
 step      one QLoRA training step on a real model, beside its floor
@@ -24,6 +25,7 @@ COMMANDS = (
     "traffic",
     "counters",
     "emulation",
+    "model",
     "mutate",
     "launches",
     "step",

@@ -156,7 +156,19 @@ def measure(
     checks: bool = True,
     lines: int = 0,
 ) -> list[Row]:
-    """Run every call whose launcher's name contains ``only``; return a row each.
+    """Run every call whose launcher's name contains ``only``; return a row each, see :func:`runs`."""
+    return [row for row, _ in runs(target, only, dtypes, tokens, checks, lines)]
+
+
+def runs(
+    target: str = "sm_80",
+    only: str = "",
+    dtypes: tuple[str, ...] = ("bf16",),
+    tokens: int | None = None,
+    checks: bool = False,
+    lines: int = 0,
+) -> Iterator[tuple[Row, list[Any]]]:
+    """Run every call whose launcher's name contains ``only``; yield a row and its launches each.
 
     Args:
         target: Such as ``"sm_90"``.
@@ -172,7 +184,6 @@ def measure(
     from perf.calls import CALLS, DTYPES
 
     driver = install_driver(target, strict=False, counters=True, **(CHECKS if checks else {}))
-    rows = []
     chosen: dict[str, int] = {}
     for dtype in dtypes:
         for call in (c for c in CALLS if dtype in c.dtypes and only in c.function):
@@ -181,8 +192,7 @@ def measure(
                 print(f"{call.function} {call.shape} {dtype}: left out, too much", file=sys.stderr)
                 continue
             given = (sizes[0] if tokens is None else min(tokens, sizes[0]), sizes[1])
-            rows.append(_measure(call, dtype, *given, driver, lines))
-    return rows
+            yield _measure(call, dtype, *given, driver, lines), driver.history
 
 
 _COLUMNS = ("integer", "fp32", "fp16/bf16", "conversion", "special function", "matrix")

@@ -4,9 +4,9 @@
 active lane; the assembler merges, splits and removes some. ``global_memory`` counts requests to the first
 cache, as 32-byte sectors, beside the fewest that the distinct bytes could take; no cache is modelled.
 ``distinct`` counts different bytes over the whole launch, the least that memory must move; of each buffer
-also those within a program (``program_loaded``) and within a request (``requested_loaded``), added up. ``shared_memory``
-counts wavefronts over 32 banks of 4 bytes beside the fewest possible; reads by wgmma and bulk copies are
-not in it.
+also those within a program (``program_loaded``) and within a request (``requested_loaded``), added up.
+``shared_memory`` counts wavefronts over 32 banks of 4 bytes beside the fewest possible; reads by wgmma and
+bulk copies are not in it.
 """
 
 from __future__ import annotations

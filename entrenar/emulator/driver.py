@@ -40,7 +40,7 @@ class RunInfo(Execution):
         metadata: Triton's, of the compiled kernel.
         program: The parsed PTX.
         compile_s: Seconds to compile; 0 where Triton's launcher did.
-        asm: Triton's intermediate forms, by name; None where Triton's launcher compiled.
+        asm: Triton's forms of the kernel, by name: ``ptx``, ``cubin`` and those before.
     """
 
     metadata: Any
@@ -276,8 +276,10 @@ class Driver:
         if options.get("uninit"):
             roots = {storage(value)[0] for value in values if is_array(value)}
             options["uninit"] = [a for a in options["uninit"] if storage(a)[0] in roots]
-        program = program_of(metadata, _TEXTS[metadata.hash], self.edit_ptx)
+        asm = _COMPILED[metadata.hash]
+        program = program_of(metadata, asm["ptx"], self.edit_ptx)
         done = _run(metadata, program, grid, values, types, names, options)
+        done.asm = asm
         self.last = done
         if self.history is not None:
             self.history.append(done)
@@ -369,7 +371,7 @@ class Driver:
 
 
 _ACTIVE: list[Driver] = []
-_TEXTS: dict[str, str] = {}
+_COMPILED: dict[str, Any] = {}  # Triton's forms of each kernel, by its hash
 
 
 def active_driver() -> Driver | None:
@@ -415,7 +417,7 @@ def _keep_ptx() -> None:
 
     def init_handles(kernel: Any) -> Any:
         if kernel.module is None and "ptx" in kernel.asm:
-            _TEXTS[kernel.metadata.hash] = kernel.asm["ptx"]
+            _COMPILED[kernel.metadata.hash] = kernel.asm
         return CompiledKernel._entrenar_init_handles(kernel)
 
     CompiledKernel._init_handles = init_handles
