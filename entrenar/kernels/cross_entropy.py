@@ -141,11 +141,12 @@ def _cross_entropy_gradient_kernel(
             scale = tl.load(scale_ptr + row * stride_scale).to(tl.float32)
         scale = tl.where(in_range, scale, float("nan"))
         inverse = 1.0 / total
+        column = target.to(tl.int32)  # out of range, its row is NaN whatever column it hits
         for start in range(0, n_cols, BLOCK):
             mask = start + cols < n_cols
             x = tl.load(row_ptr + start + cols, mask=mask, other=-float("inf")).to(tl.float32)
             p = tl.exp2((x - shift) * _LOG2E) * inverse
-            grad = (p - tl.where(start + cols == target, 1.0, 0.0)) * scale
+            grad = (p - tl.where(start + cols == column, 1.0, 0.0)) * scale
             tl.store(out_ptr + start + cols, grad.to(grad_ptr.dtype.element_ty), mask=mask)
     else:
         zeros = tl.zeros([BLOCK], grad_ptr.dtype.element_ty)

@@ -130,8 +130,9 @@ def _rms_norm_backward_kernel(
         if NEED_WEIGHT:
             total += grad * normalised
         weighted = grad * weight
-        mean = tl.sum(weighted * normalised, axis=1)[:, None] / n_cols
-        grad_x = rstd * (weighted - normalised * mean)
+        # the sign on the row's number, not on each element's product
+        lean = -tl.sum(weighted * normalised, axis=1)[:, None] / n_cols
+        grad_x = rstd * (weighted + normalised * lean)
         if HAS_RESIDUAL:
             grad_x += tl.load(grad_residual_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
         tl.store(grad_x_ptr + offsets, grad_x, mask=mask)
@@ -351,7 +352,7 @@ def _backward_tiles(
     n_cols = arguments["n_cols"]
     rows, block, warps = _tile(n_cols, _MAX_BLOCK_BACKWARD)
     n_tiles = _launch.cdiv(n_rows, rows)
-    each = _rows_each(n_tiles) if need_grad_weight else 1
+    each = _rows_each(n_tiles) if need_grad_weight else _frozen_rows_each(n_tiles)
     programs = _launch.cdiv(n_tiles, each)
     partial = None
     if need_grad_weight:
@@ -493,6 +494,11 @@ def _tile(n_cols: int, max_block: int) -> tuple[int, int, int]:
 def _rows_each(n_tiles: int) -> int:
     """Return tiles a program, so that there are few partial sums and still enough programs."""
     return max(_launch.cdiv(n_tiles, _MAX_PARTIALS), min(_MIN_TILES, n_tiles), 1)
+
+
+def _frozen_rows_each(n_tiles: int) -> int:
+    """Return tiles a program that needs no sums: a few, to read the weight once for them."""
+    return min(max(n_tiles // (4 * _MAX_PARTIALS), 1), _MIN_TILES)
 
 
 # Chosen from register counts of the sm_90 code (no spill; 16 elements a thread, so that a backward

@@ -31,6 +31,8 @@ from entrenar.kernels._launch import (
 
 __all__ = ["softmax_backward", "softmax_forward"]
 
+_LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+
 
 @triton.jit
 def _finite_peak(peak):
@@ -53,6 +55,7 @@ def _softmax_rows_kernel(
     rows_per_block,
     scale,
     CAUSAL: tl.constexpr,
+    POSITIVE: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -67,10 +70,17 @@ def _softmax_rows_kernel(
         seen = (rows % rows_per_block).to(tl.int32) + (n_cols - rows_per_block + 1)
         visible = inside & (cols[None, :] < seen[:, None])
         wanted = inside & (cols[None, :] < _whole_vectors(seen)[:, None])
-    x = tl.load(x_ptr + offsets, mask=wanted, other=0.0).to(tl.float32) * scale
-    x = tl.where(visible, x, float("-inf"))
-    peak = _finite_peak(tl.max(x, axis=1))  # [BLOCK_R]
-    exponential = tl.exp(x - peak[:, None])
+    if POSITIVE:  # the scale, above 0, moves no maximum: it joins the exponential's own factor
+        x = tl.load(x_ptr + offsets, mask=wanted, other=float("-inf")).to(tl.float32)
+        if CAUSAL:
+            x = tl.where(visible, x, float("-inf"))
+        peak = _finite_peak(tl.max(x, axis=1))  # [BLOCK_R]
+        exponential = tl.exp2((x - peak[:, None]) * (scale * _LOG2E))
+    else:
+        x = tl.load(x_ptr + offsets, mask=wanted, other=0.0).to(tl.float32) * scale
+        x = tl.where(visible, x, float("-inf"))
+        peak = _finite_peak(tl.max(x, axis=1))
+        exponential = tl.exp(x - peak[:, None])
     total = tl.sum(exponential, axis=1)
     y = exponential / tl.where(total == 0.0, 1.0, total)[:, None]
     tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=inside)
@@ -217,7 +227,8 @@ def softmax_forward(
     else:
         tile = _row_tile(n_rows, n_cols)
         grid = (cdiv(n_rows, tile["BLOCK_R"]),)
-        launch(_softmax_rows_kernel, grid, **order, **settings, n_rows=n_rows, **tile)
+        settings |= {"n_rows": n_rows, "POSITIVE": scale > 0}
+        launch(_softmax_rows_kernel, grid, **order, **settings, **tile)
     return y
 
 

@@ -44,14 +44,15 @@ def _sigmoids(x):
     """Return ``sigmoid(x)`` and ``sigmoid(-x)``, the second without the cancellation of ``1 - s``."""
     # exp(-|x|) is at most 1: nothing overflows, and the division stays between 1 and 2
     small = tl.exp(-tl.abs(x))
-    near, far = 1.0 / (1.0 + small), small / (1.0 + small)
+    near = 1.0 / (1.0 + small)
+    far = small * near
     return tl.where(x >= 0, near, far), tl.where(x >= 0, far, near)
 
 
 @triton.jit
 def _sigmoid(x):
-    sigmoid, _ = _sigmoids(x)
-    return sigmoid
+    small = tl.exp(-tl.abs(x))
+    return tl.where(x >= 0, 1.0, small) / (1.0 + small)
 
 
 @triton.jit
@@ -62,11 +63,12 @@ def _silu_slope(x):
 
 @triton.jit
 def _offsets(n_cols, n_col_blocks, BLOCK: tl.constexpr):
-    """Return the row of this program, its columns, and which of them exist."""
+    """Return this program's row, its first column, columns from there on, and which of them exist."""
     pid = tl.program_id(0)
     row = (pid // n_col_blocks).to(tl.int64)
-    cols = (pid % n_col_blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    return row, cols, cols < n_cols
+    first = (pid % n_col_blocks).to(tl.int64) * BLOCK
+    cols = tl.arange(0, BLOCK)
+    return row, first, cols, cols < tl.minimum(n_cols - first, BLOCK).to(tl.int32)
 
 
 @triton.jit
@@ -81,10 +83,12 @@ def _swiglu_forward_kernel(
     stride_y,
     BLOCK: tl.constexpr,
 ):
-    row, cols, mask = _offsets(n_cols, n_col_blocks, BLOCK)
-    gate = tl.load(gate_ptr + row * stride_gate + cols, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(up_ptr + row * stride_up + cols, mask=mask, other=0.0).to(tl.float32)
-    tl.store(y_ptr + row * stride_y + cols, gate * _sigmoid(gate) * up, mask=mask)
+    row, first, cols, mask = _offsets(n_cols, n_col_blocks, BLOCK)
+    gate = tl.load(gate_ptr + (row * stride_gate + first) + cols, mask=mask, other=0.0).to(
+        tl.float32
+    )
+    up = tl.load(up_ptr + (row * stride_up + first) + cols, mask=mask, other=0.0).to(tl.float32)
+    tl.store(y_ptr + (row * stride_y + first) + cols, gate * _sigmoid(gate) * up, mask=mask)
 
 
 @triton.jit
@@ -103,15 +107,19 @@ def _swiglu_backward_kernel(
     stride_grad_up,
     BLOCK: tl.constexpr,
 ):
-    row, cols, mask = _offsets(n_cols, n_col_blocks, BLOCK)
-    grad = tl.load(grad_y_ptr + row * stride_grad_y + cols, mask=mask, other=0.0).to(tl.float32)
-    gate = tl.load(gate_ptr + row * stride_gate + cols, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(up_ptr + row * stride_up + cols, mask=mask, other=0.0).to(tl.float32)
+    row, first, cols, mask = _offsets(n_cols, n_col_blocks, BLOCK)
+    grad = tl.load(grad_y_ptr + (row * stride_grad_y + first) + cols, mask=mask, other=0.0).to(
+        tl.float32
+    )
+    gate = tl.load(gate_ptr + (row * stride_gate + first) + cols, mask=mask, other=0.0).to(
+        tl.float32
+    )
+    up = tl.load(up_ptr + (row * stride_up + first) + cols, mask=mask, other=0.0).to(tl.float32)
     sigmoid, rest = _sigmoids(gate)
     grad_gate = grad * up * (sigmoid * (1.0 + gate * rest))
     grad_up = grad * (gate * sigmoid)
-    tl.store(grad_gate_ptr + row * stride_grad_gate + cols, grad_gate, mask=mask)
-    tl.store(grad_up_ptr + row * stride_grad_up + cols, grad_up, mask=mask)
+    tl.store(grad_gate_ptr + (row * stride_grad_gate + first) + cols, grad_gate, mask=mask)
+    tl.store(grad_up_ptr + (row * stride_grad_up + first) + cols, grad_up, mask=mask)
 
 
 @triton.jit
@@ -130,8 +138,8 @@ def _gelu_gates(x, KIND: tl.constexpr):
 def _activation_forward_kernel(
     x_ptr, y_ptr, n_cols, n_col_blocks, stride_x, stride_y, KIND: tl.constexpr, BLOCK: tl.constexpr
 ):
-    row, cols, mask = _offsets(n_cols, n_col_blocks, BLOCK)
-    x = tl.load(x_ptr + row * stride_x + cols, mask=mask, other=0.0).to(tl.float32)
+    row, first, cols, mask = _offsets(n_cols, n_col_blocks, BLOCK)
+    x = tl.load(x_ptr + (row * stride_x + first) + cols, mask=mask, other=0.0).to(tl.float32)
     if KIND == "relu":
         # written so that a NaN stays one
         y = tl.where(x < 0, 0.0, x)
@@ -140,7 +148,7 @@ def _activation_forward_kernel(
     else:
         gate, _ = _gelu_gates(x, KIND)
         y = x * gate
-    tl.store(y_ptr + row * stride_y + cols, y, mask=mask)
+    tl.store(y_ptr + (row * stride_y + first) + cols, y, mask=mask)
 
 
 @triton.jit
@@ -156,9 +164,11 @@ def _activation_backward_kernel(
     KIND: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row, cols, mask = _offsets(n_cols, n_col_blocks, BLOCK)
-    grad = tl.load(grad_y_ptr + row * stride_grad_y + cols, mask=mask, other=0.0).to(tl.float32)
-    x = tl.load(x_ptr + row * stride_x + cols, mask=mask, other=0.0).to(tl.float32)
+    row, first, cols, mask = _offsets(n_cols, n_col_blocks, BLOCK)
+    grad = tl.load(grad_y_ptr + (row * stride_grad_y + first) + cols, mask=mask, other=0.0).to(
+        tl.float32
+    )
+    x = tl.load(x_ptr + (row * stride_x + first) + cols, mask=mask, other=0.0).to(tl.float32)
     if KIND == "relu":
         slope = tl.where(x > 0, 1.0, 0.0)
     elif KIND == "silu":
@@ -170,7 +180,7 @@ def _activation_backward_kernel(
     else:
         gate, _ = _gelu_gates(x, KIND)
         slope = gate + x * tl.exp(-0.5 * x * x) * _ROOT_2_PI
-    tl.store(grad_x_ptr + row * stride_grad_x + cols, grad * slope, mask=mask)
+    tl.store(grad_x_ptr + (row * stride_grad_x + first) + cols, grad * slope, mask=mask)
 
 
 def swiglu_forward(
