@@ -98,6 +98,12 @@ def test_one_gradient_a_row_whatever_its_stride() -> None:
     assert torch.equal(spread, single)
 
 
+def test_targets_that_do_not_sum_to_one() -> None:
+    """https://github.com/NVIDIA-NeMo/Automodel/issues/2428: the gradient took their sum to be 1."""
+    grad = kernels.cross_entropy_backward(torch.tensor([[1.0, 2, 0]]), _ids(0), torch.tensor([0.5]))
+    np.testing.assert_allclose(to_float64(grad), [[-0.37763576, 0.33262048, 0.04501529]], atol=1e-6)
+
+
 def test_rows_that_are_not_adjacent() -> None:
     """https://github.com/NVIDIA/TransformerEngine/issues/2734"""
     base = torch.arange(64.0).reshape(4, 2, 8) % 7

@@ -105,6 +105,22 @@ def test_one_gradient_a_row(form: Form) -> None:
 
 
 @FORMS
+def test_targets_that_do_not_sum_to_one(form: Form) -> None:
+    """https://github.com/NVIDIA-NeMo/Automodel/issues/2428: the gradient took their sum to be 1.
+
+    Soft targets are rows that share their logits, each weighted by its part of the distribution.
+    """
+    logits = np.array([[1, 2, 0]], np.float32)
+    grad = form.cross_entropy_backward(logits, np.array([0]), np.array([0.5], np.float32))
+    np.testing.assert_allclose(grad, [[-0.37763576, 0.33262048, 0.04501529]], atol=1e-7)
+    smoothed = np.array([0.1 / 3 + 0.9, 0.1 / 3, 0.1 / 3], np.float32)
+    rows = form.cross_entropy_backward(np.repeat(logits, 3, 0), np.arange(3), smoothed)
+    assert abs(rows.sum()) < 1e-6
+    exact = np.exp(logits[0]) / np.exp(logits[0]).sum()
+    np.testing.assert_allclose(rows.sum(0), exact - smoothed, atol=1e-6)
+
+
+@FORMS
 def test_a_broadcast_gradient(form: Form) -> None:
     """https://github.com/ROCm/TransformerEngine/issues/623"""
     logits = np.arange(12, dtype=np.float32).reshape(4, 3)
