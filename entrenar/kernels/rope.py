@@ -206,6 +206,7 @@ def _check(
     sin: torch.Tensor,
     positions: torch.Tensor,
 ) -> None:
+    _launch.check_storage(op, q=q, k=k, cos=cos, sin=sin, positions=positions)
     check_ndim(op, "q", q, 3)
     check_shape(op, "k", k, (q.shape[0], -1, q.shape[2]))
     check_same_dtype(op, q=q, k=k)

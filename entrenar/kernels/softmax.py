@@ -227,7 +227,7 @@ def softmax_forward(
     else:
         tile = _row_tile(n_rows, n_cols)
         grid = (cdiv(n_rows, tile["BLOCK_R"]),)
-        settings |= {"n_rows": n_rows, "POSITIVE": scale > 0}
+        settings |= {"n_rows": n_rows, "POSITIVE": 0 < scale < _MOST_SCALE}
         launch(_softmax_rows_kernel, grid, **order, **settings, **tile)
     return y
 
@@ -298,6 +298,8 @@ _FORWARD_BLOCK = 32768
 _BACKWARD_BLOCK = 16384
 _LONG_ROW_BLOCK = 4096
 _ELEMENTS_PER_PROGRAM = 2048
+# A scale past it overflows when 1/log(2) joins it.
+_MOST_SCALE = 2e38
 
 
 def _row_tile(n_rows: int, n_cols: int) -> dict[str, Any]:

@@ -110,3 +110,14 @@ def test_empty_storage_launches_nothing(shape: tuple[int, int], device: str) -> 
     y = softmax.softmax_forward(x)
     assert y.shape == shape
     assert softmax.softmax_backward(x, y).shape == shape
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.5, 1e-30, 3e38])
+def test_any_scale(device: str, scale: float) -> None:
+    """One above 0 joins the exponential; one that turns the order round is applied first."""
+    x = torch.tensor([[1.0, -2.0, 0.5], [float("-inf"), 3.0, 3.0]], device=device)
+    if not 0 < scale < 1e38:  # an infinity of positive sign after scaling is NaN
+        x = x[:1]
+    y = softmax.softmax_forward(x, scale=scale).cpu().double()
+    wide = scale * x.cpu().double()
+    np.testing.assert_allclose(y, torch.softmax(wide, 1), atol=1e-6)

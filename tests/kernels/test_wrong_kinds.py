@@ -16,8 +16,8 @@ from entrenar.optable import FUNCTIONS, OPS
 from entrenar.testing import to_storage
 
 _FAMILIES = (
-    "attention", "cross_entropy", "elementwise", "embedding", "layer_norm", "rms_norm", "softmax",
-    "swiglu",
+    "attention", "cross_entropy", "elementwise", "embedding", "layer_norm", "rms_norm", "rope",
+    "softmax", "swiglu",
 )  # fmt: skip
 
 
