@@ -197,7 +197,7 @@ def _decode(item: tuple[NF4Weight, torch.dtype], room: Room) -> torch.Tensor:
 
 
 def loaded_ahead(
-    items: Iterable[Item], load: Callable[[Item], Loaded], device: str | torch.device
+    items: Iterable[Item], load: Callable[[Item], Loaded], side: Stream
 ) -> Iterator[Loaded]:
     """Yield ``load(item)`` of each item, the next one loaded on a side stream before each is yielded.
 
@@ -207,9 +207,8 @@ def loaded_ahead(
         items: What to load.
         load: Runs on the side stream; returns torch storage, or tuples, lists, dicts or dataclasses of
             it. Host memory it copies from may be written to as soon as it returns: see :func:`upload`.
-        device: The device it loads to.
+        side: The side stream, of the device it loads to.
     """
-    side = Stream(device)
 
     def start(item: Item) -> Loaded:
         with side.entered():
@@ -224,12 +223,12 @@ def loaded_ahead(
         waiting = start(first)
         for item in iterator:
             following = start(item)
-            yield _handed_over(waiting, device)
+            yield _handed_over(waiting, side.device)
             waiting = following
-        yield _handed_over(waiting, device)
+        yield _handed_over(waiting, side.device)
 
 
-def _handed_over(loaded: Loaded, device: str | torch.device) -> Loaded:
+def _handed_over(loaded: Loaded, device: torch.device) -> Loaded:
     stream = current_stream(device)
     for data in _storages(loaded):
         state_of(data).reading(stream, data)

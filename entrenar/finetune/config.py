@@ -56,7 +56,9 @@ class InstructConfig:
             one another.
         checkpointing: Recompute each block's activations in the backward pass; ``"auto"`` decides
             by the memory at hand.
-        graph: Replay a captured step; ``"auto"`` uses it where it is available.
+        graph: Capture each form of micro-batch once and replay it; rows are padded to few forms. Saves
+            what launching costs and takes the memory of all forms kept. ``"auto"`` is off until it has
+            been measured on a GPU.
         weight_cache: Copies of decoded NF4 weights that are kept; ``"none"``.
         lm_head_device: Where the output projection lies; ``"auto"``: with the model.
         eval_fraction: Share of the data held out for evaluation.
@@ -93,7 +95,7 @@ class InstructConfig:
     double_quant: bool = _setting(False, "quantise NF4's scales too")
     packing: bool = _setting(False, "fill rows of --max-seq-len tokens with several samples")
     checkpointing: str | bool = _setting("auto", "recompute activations: auto, true, false")
-    graph: str | bool = _setting("auto", "replay a captured step: auto, false")
+    graph: str | bool = _setting("auto", "replay captured micro-batches: auto (off), true, false")
     weight_cache: str = _setting("none", "copies of decoded NF4 weights to keep: none")
     lm_head_device: str = _setting("auto", "where the output projection lies: auto")
     eval_fraction: float = _setting(0.0, "share of the data held out for evaluation")
@@ -334,9 +336,9 @@ _CHECKS: dict[str, Any] = {
     "double_quant": _boolean,
     "packing": _boolean,
     "checkpointing": _one_of("auto", True, False),
-    # True, the cache's other forms and a head on the host come with the GPU path; until then
-    # asking for one is an error rather than a setting that does nothing.
-    "graph": _one_of("auto", False),
+    "graph": _one_of("auto", True, False),
+    # The cache's other forms and a head on the host come with the GPU path; until then asking for one
+    # is an error rather than a setting that does nothing.
     "weight_cache": _one_of("none"),
     "lm_head_device": _one_of("auto"),
     "eval_fraction": _share,

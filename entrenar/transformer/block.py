@@ -29,7 +29,8 @@ class Rows:
         cos: float32 [P, R/2], rotation table.
         sin: As ``cos``.
         cache: Keys and values of earlier positions; then the rows are of one sequence.
-        dropout_seed: Seed of the step while training; None applies no dropout.
+        dropout_seed: Seed of the step while training, or every layer's on the device; None applies no
+            dropout.
     """
 
     positions: torch.Tensor
@@ -37,7 +38,7 @@ class Rows:
     cos: torch.Tensor
     sin: torch.Tensor
     cache: KVCache | None = None
-    dropout_seed: int | None = None
+    dropout_seed: int | torch.Tensor | None = None
 
 
 class Block:
@@ -114,7 +115,7 @@ class Block:
         width = config.num_attention_heads * config.head_dim
         return self.linears["o_proj"](ops.reshape(mixed, (-1, width)), seed)
 
-    def _mlp(self, x: Tensor, seed: int | None) -> Tensor:
+    def _mlp(self, x: Tensor, seed: int | torch.Tensor | None) -> Tensor:
         gate = self.linears["gate_proj"](x, seed)
         up = self.linears["up_proj"](x, seed)
         return self.linears["down_proj"](_gated(self.config.hidden_act, gate, up), seed)

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+import torch
+
 from entrenar.autograd import DecodeAhead, Tensor, ops
 from entrenar.kernels.nf4_weight import NF4Weight
 
 if TYPE_CHECKING:
     from entrenar.lora import LoraLayer
 
-__all__ = ["Linear"]
+__all__ = ["Linear", "layer_seeds"]
 
 # Distinct seeds of neighbouring layers come from one seed of the step by this odd multiplier.
 _SEED_STRIDE = 0x9E3779B1
+
+
+def layer_seeds(seed: int, layers: int) -> np.ndarray:
+    """Return the seeds of the first ``layers`` linears in a step with this seed, int64."""
+    return (seed + np.arange(layers, dtype=np.int64) * _SEED_STRIDE) & 0x7FFFFFFF
 
 
 class Linear:
@@ -42,12 +50,13 @@ class Linear:
         self.ahead = ahead
         self.adapter: LoraLayer | None = None
 
-    def __call__(self, x: Tensor, dropout_seed: int | None = None) -> Tensor:
+    def __call__(self, x: Tensor, dropout_seed: int | torch.Tensor | None = None) -> Tensor:
         """Apply the layer to rows.
 
         Args:
             x: [T, in_features].
-            dropout_seed: Seed of the step while training; None applies no dropout.
+            dropout_seed: Seed of the step while training, or every layer's own, int64 [layers] on the
+                device, as :func:`layer_seeds` returns them; None applies no dropout.
 
         Returns:
             [T, out_features].
@@ -55,7 +64,11 @@ class Linear:
         adapter = self.adapter
         if adapter is not None:
             dropout = adapter.dropout if dropout_seed is not None else 0.0
-            seed = ((dropout_seed or 0) + self.index * _SEED_STRIDE) & 0x7FFFFFFF
+            seed: int | torch.Tensor
+            if isinstance(dropout_seed, torch.Tensor):
+                seed = dropout_seed.narrow(0, self.index, 1)
+            else:
+                seed = ((dropout_seed or 0) + self.index * _SEED_STRIDE) & 0x7FFFFFFF
             return ops.lora_linear(
                 x,
                 self.weight,

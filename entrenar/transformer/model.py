@@ -36,7 +36,7 @@ from entrenar.transformer.block import Block, Rows
 from entrenar.transformer.checkpoint import Checkpoint, open_checkpoint
 from entrenar.transformer.config import TransformerConfig
 from entrenar.transformer.kv_cache import KVCache
-from entrenar.transformer.linear import Linear
+from entrenar.transformer.linear import Linear, layer_seeds
 from entrenar.transformer.rope import RopeTable
 from entrenar.transformer.weights import (
     EMBEDDING,
@@ -185,6 +185,10 @@ class Transformer:
         """Return the number of weights of the model itself, adapters not included."""
         return sum(math.prod(weight.shape) for weight in self._weights.values())
 
+    def layer_seeds(self, seed: int) -> np.ndarray:
+        """Return the dropout seed of every linear in a step with this seed, int64 [linears]."""
+        return layer_seeds(seed, len(self._linears))
+
     def nbytes(self) -> int:
         """Return the bytes its weights occupy as they are held."""
         return sum(
@@ -230,7 +234,7 @@ class Transformer:
         cu_seqlens: Any = None,
         cache: KVCache | None = None,
         checkpointing: bool = False,
-        dropout_seed: int | None = None,
+        dropout_seed: int | torch.Tensor | None = None,
     ) -> Tensor:
         """Return the last hidden state of packed rows, after the final norm.
 
@@ -242,7 +246,8 @@ class Transformer:
                 theirs; only without a tape.
             checkpointing: Keep only each block's inputs and compute it again in backward.
             dropout_seed: Seed of the adapters' dropout. None takes the next of the model's own,
-                ``dropout_step``, where a tape records, and applies no dropout elsewhere.
+                ``dropout_step``, where a tape records, and applies no dropout elsewhere. A replayed
+                graph needs it on the device: int64 [linears], as :meth:`layer_seeds` returns it.
 
         Returns:
             [T, H].
@@ -375,7 +380,7 @@ class Transformer:
         positions: Any,
         cu_seqlens: Any,
         cache: KVCache | None,
-        dropout_seed: int | None,
+        dropout_seed: int | torch.Tensor | None,
     ) -> Rows:
         places = self._integers("positions", positions, torch.int64)
         if places.shape != tokens.shape:

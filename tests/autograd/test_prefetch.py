@@ -318,7 +318,7 @@ def test_loading_ahead_keeps_order_and_copies_the_host_buffer() -> None:
 
     seen = []
     with detect_hazards() as detector, Stream("cpu"):
-        for batch in loaded_ahead(numbered(), load, "cpu"):
+        for batch in loaded_ahead(numbered(), load, Stream("cpu")):
             loaded.append(f"use {batch.name}")
             total = run("add", batch.ids, batch.more["twice"])
             seen.append(total.numpy().tolist())
@@ -327,8 +327,8 @@ def test_loading_ahead_keeps_order_and_copies_the_host_buffer() -> None:
     assert loaded == [
         "load 0", "load 1", "use 0", "load 2", "use 1", "load 3", "use 2", "use 3",
     ]  # fmt: skip
-    assert list(loaded_ahead([], load, "cpu")) == []
-    assert len(list(loaded_ahead([7], load, "cpu"))) == 1
+    assert list(loaded_ahead([], load, Stream("cpu"))) == []
+    assert len(list(loaded_ahead([7], load, Stream("cpu")))) == 1
 
 
 def test_the_reader_waits_for_its_batch_and_not_for_the_next(
@@ -345,7 +345,7 @@ def test_the_reader_waits_for_its_batch_and_not_for_the_next(
     main = Stream("cpu")
     with main:
         waits.clear()
-        for _ in loaded_ahead(range(3), lambda i: (torch.ones(2), [torch.ones(i)]), "cpu"):
+        for _ in loaded_ahead(range(3), lambda i: (torch.ones(2), [torch.ones(i)]), Stream("cpu")):
             pass
     assert [(stream, position) for stream, _, position in waits] == [
         (main, 1), (main, 1), (main, 2), (main, 2), (main, 3), (main, 3),

@@ -156,7 +156,6 @@ def test_the_config_of_a_run_starts_the_same_run(
         (["--learning-rate", "fast"], "--learning-rate is 'fast', wanted a number"),
         (["--epochs", "1.5"], "--epochs is '1.5', wanted a whole number"),
         (["--epochs", "0"], "epochs is 0, wanted a whole number of at least 1"),
-        (["--graph", "true"], "graph is True"),
         (["--save-every", "-1"], "save_every is -1"),
         (["--warmup-steps", "1", "--warmup-ratio", "0.1"], "wanted one of them"),
         (["--device", "gpu0"], "device is 'gpu0'"),

@@ -90,7 +90,7 @@ def test_it_cannot_be_changed() -> None:
         ("packing", "yes"),
         ("checkpointing", "never"),
         ("checkpointing", 1),
-        ("graph", True),
+        ("graph", "yes"),
         ("weight_cache", "fp16"),
         ("profile_interval", 5),
         ("eval_fraction", 1.0),

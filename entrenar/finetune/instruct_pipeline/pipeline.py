@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from entrenar import runtime
-from entrenar.autograd import Stream, Tape, Tensor, no_grad, ops
+from entrenar.autograd import Stream, Tape, Tensor, loaded_ahead, no_grad, ops
 from entrenar.autograd.tape import forked
-from entrenar.errors import AdapterError, AllocationFailedError, CheckpointError
+from entrenar.errors import AdapterError, AllocationFailedError, CheckpointError, ConfigError
 from entrenar.finetune.chat import ChatEncoder, Example
 from entrenar.finetune.config import InstructConfig
+from entrenar.finetune.instruct_pipeline.graphed import GraphedMicroBatches
 from entrenar.finetune.instruct_pipeline.memory import wants_checkpointing
 from entrenar.finetune.instruct_pipeline.packed import PackedBatch, pack
 from entrenar.finetune.instruct_pipeline.results import (
@@ -84,6 +86,8 @@ class InstructPipeline:
         self._fixed_rate: float | None = None
         self._checkpointing: bool | None = None
         self._stream = Stream(self.device)
+        self._uploads = Stream(self.device)
+        self._graphed: GraphedMicroBatches | None = None
         self._rate = torch.empty(1, dtype=torch.float32, device=self.device)
 
     @classmethod
@@ -202,10 +206,12 @@ class InstructPipeline:
         # What is not finite is found in the loss and the norm below, not by NumPy's warnings.
         with forked(self._stream), np.errstate(all="ignore"):
             self.adapters.zero_grad()
-            for number, batch in enumerate(micro_batches):
-                if number % self.ranks.world != self.ranks.rank:
-                    continue
-                packed = pack(batch, self.device)
+            mine = range(self.ranks.rank, len(micro_batches), self.ranks.world)
+            if self.config.graph is True:
+                sums.append(self._replayed({n: micro_batches[n] for n in mine}, total))
+                mine = range(0)
+            packs = self._packed([micro_batches[number] for number in mine])
+            for number, packed in zip(mine, packs, strict=True):
                 recompute = self._recomputes(packed)
                 seed = _dropout_seed(self.config, self.steps, number)
                 with Tape(self._stream, overwrite_activations=True) as tape:
@@ -248,8 +254,12 @@ class InstructPipeline:
             stream=self._stream,
         )
 
+    def _packed(self, batches: Sequence[Sequence[Example]]) -> Iterator[PackedBatch]:
+        """Yield packed micro-batches, each copied to the device while the one before is computed."""
+        return loaded_ahead(batches, lambda batch: pack(batch, self.device), self._uploads)
+
     def _loss(
-        self, packed: PackedBatch, grad_scale: float, recompute: bool, dropout_seed: int | None
+        self, packed: PackedBatch, grad_scale: Any, recompute: bool, dropout_seed: Any
     ) -> tuple[Tensor, int]:
         """Return the summed loss of the rows that carry it, and their number."""
         hidden = self.model.hidden(
@@ -266,6 +276,26 @@ class InstructPipeline:
             grad_scale=grad_scale,
             counted=packed.rows.shape[0],
         )
+
+    def _replayed(self, batches: dict[int, Sequence[Example]], total: int) -> Tensor:
+        """Add the gradients of micro-batches through captured graphs; return their summed loss."""
+        if self._graphed is None:
+            model = self.model.config
+            if model.rope_scaling.kind == "dynamic":
+                raise ConfigError(
+                    "graph is true, but the model's dynamic rope scaling depends on each batch's length",
+                    "set graph to auto",
+                )
+            samples = 1 if self.config.packing else self.config.batch_size
+            self._graphed = GraphedMicroBatches(
+                self._loss, self.device, [self.adapters.arena], model.context_length, samples
+            )
+        self._graphed.begin()
+        for number, batch in batches.items():
+            seed = _dropout_seed(self.config, self.steps, number)
+            seeds = None if seed is None else self.model.layer_seeds(seed)
+            self._graphed.add(batch, 1.0 / total, self._recomputes, seeds)
+        return self._graphed.total
 
     def _recomputes(self, packed: PackedBatch) -> bool:
         if self._checkpointing is not None:
@@ -303,12 +333,12 @@ class InstructPipeline:
         """
         summed, counted, tokens = 0.0, 0, 0
         size = self.config.batch_size
-        for at in range(0, len(examples), size):
+        batches = [examples[at : at + size] for at in range(0, len(examples), size)]
+        for batch, packed in zip(batches, self._packed(batches), strict=True):
             if should_stop():
                 break
-            batch = examples[at : at + size]
             with forked(self._stream), no_grad(), np.errstate(all="ignore"):
-                loss_sum, rows = self._loss(pack(batch, self.device), 1.0, False, None)
+                loss_sum, rows = self._loss(packed, 1.0, False, None)
                 summed += loss_sum.item()
             counted += rows
             tokens += sum(len(example) for example in batch)
