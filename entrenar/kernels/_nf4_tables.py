@@ -8,6 +8,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from entrenar.errors import AllocationFailedError
+
 __all__ = ["BLOCK_SIZES", "NESTED_BLOCK", "NF4_CODE", "Tables", "tables"]
 
 BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -46,7 +48,7 @@ class Tables(NamedTuple):
     """Look-up tables on one device.
 
     Attributes:
-        levels: float32 [16], what a 4-bit code stands for.
+        levels: float32 [16], what a 4-bit code stands for; at a multiple of its 64 bytes.
         middles: float32 [16], midpoints between neighbours, the last one infinite.
         nested: float32 [256], what an 8-bit code of an absmax stands for.
         steps: int32 [256], the grid point at which each next 8-bit code begins; the last is never
@@ -92,4 +94,17 @@ def tables(device: torch.device) -> Tables:
     code = _dynamic_code()
     middles = np.append((NF4_CODE[:-1] + NF4_CODE[1:]) * np.float32(0.5), np.float32(np.inf))
     arrays = (NF4_CODE.copy(), middles, code, _grid_steps(code))
-    return Tables(*(torch.from_numpy(array).to(device) for array in arrays))
+    made = Tables(*(_stored(array, device) for array in arrays))
+    if made.levels.data_ptr() % made.levels.nbytes:
+        raise AllocationFailedError(
+            f"the table of NF4 levels lies at {made.levels.data_ptr():#x} on {device}, wanted a "
+            f"multiple of {made.levels.nbytes}",
+            "use torch's own allocator, which aligns to it",
+        )
+    return made
+
+
+def _stored(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Copy to storage of torch's own allocator, which aligns to 64 bytes and more; NumPy's does not."""
+    made = torch.empty(array.shape, dtype=torch.from_numpy(array).dtype, device=device)
+    return made.copy_(torch.from_numpy(array))

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import pathlib
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -149,3 +152,57 @@ class TestProducts:
         after = nf4_gemm.decode_to_scratch(second, torch.float32, None)
         assert before.data_ptr() == after.data_ptr()
         assert (after.numpy() == 2).all()
+
+
+@pytest.mark.parametrize("double", [False, True], ids=["plain", "nested"])
+@pytest.mark.parametrize(("dtype", "most"), [("bf16", 9.0), ("fp16", 9.0), ("fp32", 9.0)])
+def test_instructions_and_sectors_of_a_decoded_weight(
+    dtype: str, most: float, double: bool, pytestconfig: pytest.Config
+) -> None:
+    """On sm_90, at most nine instructions of the disassembly and three sector bytes a weight."""
+    if not (shutil.which("gcc") or shutil.which("cc")):
+        pytest.skip("the emulator needs a C compiler")
+    source = f"""
+import json, os, re, subprocess, sys, tempfile
+os.environ["ENTRENAR_BACKEND"], os.environ["ENTRENAR_PTX_TARGET"] = "ptx", "sm_90"
+from entrenar.emulator import install_driver
+from entrenar.kernels.nf4 import nf4_dequantize
+from perf.calls import DTYPES, Maker
+from perf.static import _tool
+driver = install_driver("sm_90", counters=True)
+nf4_dequantize(Maker(DTYPES[{dtype!r}], 64, values=True).nf4(64, 2048, {double}))
+done = driver.last
+with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+    file.write(done.asm["cubin"])
+    file.flush()
+    command = [_tool("cuobjdump"), "-sass", file.name]
+    sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+code = re.findall(r"/\\*[0-9a-f]{{4}}\\*/ +(?:@!?U?P[0-9T]+ )?([A-Z0-9_]+)", sass)
+weights = 64 * 2048 / done.workgroups / (32 * done.metadata.num_warps)
+loads = done.counters["global_memory"]["load"]
+bits = done.counters["access_bits"]
+json.dump({{
+    # whole programs run to the first EXIT, which ends the branch for programs without a tail
+    "instructions": (code.index("EXIT") + 1) / weights,
+    "sector_bytes": 32 * loads["sectors"] / (64 * 2048),
+    "store_bits": sorted(bits["store"]),
+    "load_bits": sorted(bits["load"]),
+    "store_efficiency": done.counters["global_memory"]["store"]["efficiency"],
+}}, sys.stdout)
+"""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", source],
+        cwd=pytestconfig.rootpath,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout)
+    assert found["instructions"] <= most, found
+    assert found["sector_bytes"] <= 3.0, found
+    assert found["store_bits"] == [128]
+    assert 128 in found["load_bits"]
+    assert found["store_efficiency"] == 1.0
