@@ -108,30 +108,34 @@ def execute(
         EmulatorError: The kernel left its memory, waits for ever, hits an instruction that is not
             known, or the like; the message names kernel, program id, instruction and argument.
     """
-    library = core()
     started = time.perf_counter()
     x, y, z = (*grid, 1, 1, 1)[:3]
-    checks = Checks(
-        counters, racecheck, initcheck, gracecheck, frozenset(storage(a)[0] for a in uninit)
-    )
+    unset = frozenset(storage(a)[0] for a in uninit)
+    checks = Checks(counters, racecheck, initcheck, gracecheck, unset)
     arguments = Arguments(program, values, types, names, storage, guard)
     machine = _Machine(program, (x, y, z), threads, shared, poison)
+    machine.launch.order, machine.launch.late_async = _ORDERS.index(wave_order), int(late_async)
+    machine.launch.limit, machine.launch.seed = limit, seed
+    return _run(program, machine, arguments, checks, started)
+
+
+def _run(
+    program: Program, machine: _Machine, arguments: Arguments, checks: Checks, started: float
+) -> Execution:
+    """Run the core, copy results back, and say what was seen; memory is let go in any case."""
+    library, launch, blocks = core(), machine.launch, int(machine.launch.wg_end)
+    watch = None
     try:
         if unknown := checks.uninit - set(arguments.regions):
             raise EmulatorError(
                 f"uninit: {len(unknown)} arrays are not arguments of {program.name}"
             )
-        watch = None
         if checks:
-            watch = Watch(
-                program, arguments.regions, arguments.names, checks, machine.launch.nwarps
-            )
-            machine.launch.mon = ctypes.addressof(watch.monitor)
+            names = arguments.names
+            watch = Watch(program, arguments.regions, names, checks, launch.nwarps)
+            launch.mon = ctypes.addressof(watch.monitor)
         address = program.declared.parameter_address
         ctypes.memmove(address, arguments.data, len(arguments.data))
-        launch = machine.launch
-        launch.order, launch.late_async = _ORDERS.index(wave_order), int(late_async)
-        launch.limit, launch.seed = limit, seed
         ready = time.perf_counter()
         code = library.run_grid(ctypes.byref(launch))
         done = time.perf_counter()
@@ -145,17 +149,17 @@ def execute(
             library.free_cp(ctypes.byref(warp))
     program.counts = [instruction.count for instruction in machine.instructions]
     reports = watch.reports() if watch else []
-    counted = watch is not None and counters
+    counted = watch if checks.counters else None
     return Execution(
         load_s=ready - started,
         run_s=done - ready,
         instructions=launch.icount,
         barriers=launch.barriers,
-        workgroups=x * y * z,
+        workgroups=blocks,
         warnings=[f"{program.name}: {w}" for w in warnings] + [str(r) for r in reports],
         reports=reports,
-        counters=count(watch, x * y * z) if watch and counted else {},
-        per_instruction=watch.instructions() if watch and counted else [],
+        counters=count(counted, blocks) if counted else {},
+        per_instruction=counted.instructions() if counted else [],
     )
 
 
