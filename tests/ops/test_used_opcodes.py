@@ -32,4 +32,4 @@ def test_every_opcode_that_was_emulated_is_tested(request: pytest.FixtureRequest
             opcode = re.sub(r"m64n\d+k16", "m64nNk16", opcode)
             if opcode not in recorded and not opcode.startswith(MOVING):
                 unknown.setdefault(opcode, f"{program.name}: {text[:100]}")
-    assert not unknown, "add these to tests/emulator/test_arithmetic.py and to its list"
+    assert not unknown, f"test in tests/emulator/test_arithmetic.py, and list: {sorted(unknown)}"
