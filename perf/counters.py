@@ -265,6 +265,22 @@ def _peers(python: str, options: argparse.Namespace) -> list[Row]:
     return rows
 
 
+_KEPT = ("launches", "per_element", "load_efficiency", "store_efficiency", "bank_conflicts",
+         "lanes_per_instruction")  # fmt: skip
+
+
+def _brief(row: Row) -> Row:
+    """Leave sums and single launches out of a row: what is on record beside a peer."""
+    if "ours" not in row:
+        where = ("op", "dtype", "shape", "scaled_from", "target", "elements", *_KEPT)
+        return {key: row[key] for key in where}
+    kept = {key: value for key, value in row.items() if key not in ("ours", "theirs")}
+    sides = {
+        side: {key: row[side][key] for key in _KEPT} for side in ("ours", "theirs") if side in row
+    }
+    return {**kept, **sides}
+
+
 def _show(rows: list[Row], options: argparse.Namespace) -> None:
     if options.json is None:
         print(table(rows, options.markdown))
@@ -276,7 +292,7 @@ def _show(rows: list[Row], options: argparse.Namespace) -> None:
         ):
             print(f"scaled down from {scale}", file=sys.stderr)
         return
-    text = json.dumps(rows, indent=1)
+    text = json.dumps([_brief(row) for row in rows] if options.brief else rows, indent=1)
     if options.json == "-":
         print(text)
         return
@@ -306,6 +322,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="PYTHON",
         help="compare with Liger's and bitsandbytes' kernels, in the environment of PYTHON",
     )
+    parser.add_argument("--brief", action="store_true", help="JSON of ratios and per element alone")
     parser.add_argument("--markdown", action="store_true", help="the table as Markdown")
     parser.add_argument("--json", help="a path, or - for standard output, in place of the table")
     return parser

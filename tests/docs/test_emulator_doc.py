@@ -70,3 +70,17 @@ def test_the_table_of_times_is_the_one_on_record() -> None:
             f"| {row['op']} | {row['sample']}, {row['dtype']} | {1e3 * row['emulated_s']:.1f} ms"
             in text
         )
+
+
+def test_the_table_of_counters_is_the_one_on_record() -> None:
+    lines = (ROOT / "docs" / "counters.md").read_text().splitlines()
+    rows = json.loads((ROOT / "perf" / "results" / "counters.json").read_text())
+    assert {"nf4_dequantize", "rms_norm_backward", "gemm_forward", "adamw_step"} <= {
+        r["op"] for r in rows
+    }
+    for row in rows:
+        for name, side in ((row["op"], "ours"), (f"· {row['peer']}", "theirs")):
+            if side in row:
+                instructions = row[side]["per_element"]["instructions"]
+                start = f"| {name} | {row['dtype']} | {instructions:.1f} |"
+                assert any(line.startswith(start) for line in lines), start
