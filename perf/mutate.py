@@ -328,6 +328,9 @@ def main(arguments: list[str]) -> int:
     if unknown := set(kinds) - set(KINDS):
         print(f"perf mutate: no kind {sorted(unknown)}, there are {sorted(KINDS)}", file=sys.stderr)
         return 2
+    # A forked process has none of the threads that torch and BLAS keep, and would wait for them for ever.
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ[name] = "1"
     context = multiprocessing.get_context("spawn")
     rows: list[Row] = []
     with concurrent.futures.ProcessPoolExecutor(options.workers, mp_context=context) as pool:
