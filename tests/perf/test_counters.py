@@ -24,9 +24,8 @@ def test_kernels_race_nowhere(
         pytest.skip("the emulator needs a C compiler")
     out = tmp_path / "counters.json"
     command = [sys.executable, "-m", "perf", "counters", "--target", target, "--json", str(out)]
-    command += (
-        ["--dtypes", "bf16,fp32"] if counts(0, 1) else ["--op", "attention", "--tokens", "64"]
-    )
+    command += ["--tokens", "64"]
+    command += ["--dtypes", "bf16,fp32"] if counts(0, 1) else ["--op", "attention"]
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
         command,
