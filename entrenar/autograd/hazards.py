@@ -91,7 +91,13 @@ class Access:
         return self._dense() and self.start <= other.start and other.stop <= self.stop
 
     def _dense(self) -> bool:
-        return int(np.prod(self.shape)) * self.itemsize == self.stop - self.start
+        # by strides and not by the number of elements: repeated ones can make up for gaps
+        run = 1
+        for stride, size in sorted(zip(self.strides, self.shape, strict=True)):
+            if size != 1 and stride != run:
+                return False
+            run *= size
+        return True
 
     def _runs(self) -> tuple[np.ndarray, int] | None:
         """Return the sorted starts of contiguous runs and the bytes of each; None for one or too many."""

@@ -111,6 +111,8 @@ def test_ranges_decide_not_buffers(streams: tuple[Stream, Stream]) -> None:
     apart = [
         (flat[:50], flat[50:]), (square[:, :5], square[:, 5:]), (flat[::2], flat[1::2]),
         (square[2:4, :3], square[4:6, 3:]), (flat[10:10], flat), (square[:, 1], square[:, 2]),
+        # six elements over six places, of which four are never touched
+        (flat.as_strided((2, 3), (5, 0), 21), flat.as_strided((3, 1), (6, 4), 12)),
     ]  # fmt: skip
     for a, b in apart:
         with detect_hazards():
