@@ -309,6 +309,7 @@ def saturated(a: Bits) -> Bits:
 def fill_bits() -> None:
     for bits in (16, 32, 64):
         i = f"i{bits}"
+        add(f"add.s{bits}", f"{i} {i}", lambda a, b: a + b)
         add(f"and.b{bits}", f"{i} {i}", lambda a, b: a & b)
         add(f"or.b{bits}", f"{i} {i}", lambda a, b: a | b)
         add(f"xor.b{bits}", f"{i} {i}", lambda a, b: a ^ b)
@@ -333,7 +334,6 @@ def fill_bits() -> None:
 def fill_integers() -> None:
     for bits in (32, 64):
         i = f"i{bits}"
-        add(f"add.s{bits}", f"{i} {i}", lambda a, b: a + b)
         add(f"sub.s{bits}", f"{i} {i}", lambda a, b: a - b)
         add(f"mul.lo.s{bits}", f"{i} {i}", lambda a, b: a * b)
         add(f"mad.lo.s{bits}", f"{i} {i} {i}", lambda a, b, c: a * b + c)
