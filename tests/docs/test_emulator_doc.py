@@ -46,13 +46,17 @@ def test_mutation_figures_are_those_on_record() -> None:
     text = PAGE.read_text()
     runs = json.loads((ROOT / "perf" / "results" / "mutation.json").read_text())
     assert all(run["changed_and_not_noticed"] == 0 for run in runs)
-    ampere = next(run["kinds"] for run in runs if run["target"] == "sm_80")
+    ampere = next(r["kinds"] for r in runs if r["target"] == "sm_80" and "barrier" in r["kinds"])
     barrier, wait = ampere["barrier"], ampere["wait"]
     assert f"Of {barrier['mutants']} barriers" in text
     assert (
         f"{barrier['noticed']} deletions were noticed, of {wait['mutants']} waits {wait['noticed']}"
         in text
     )
+    faults = next(r["kinds"] for r in runs if r["target"] == "sm_80" and "mask" in r["kinds"])
+    reached = {k: faults[k]["mutants"] - faults[k]["idle"] for k in ("compare", "mask")}
+    shares = [f"{faults[k]['noticed']} of {reached[k]}" for k in ("compare", "mask")]
+    assert f"{shares[0]} and {shares[1]} are noticed" in text
     hopper = [run["kinds"] for run in runs if run["target"] == "sm_90"]
     totals = {
         (kind, field): sum(kinds[kind][field] for kinds in hopper)
