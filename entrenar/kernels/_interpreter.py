@@ -1,8 +1,11 @@
-"""Make Triton's interpreter round to bfloat16 as GPUs do.
+"""Make Triton's interpreter round to bfloat16 as GPUs do, and 3.6's count loops under NumPy 2.4.
 
 Triton 3.6 to 3.9 cut the low half off where a kernel stores float32 as bfloat16 under
 ``TRITON_INTERPRET=1``: an error of up to a whole unit of the last place, always towards zero. GPUs,
 and the same kernels compiled, round to nearest even.
+
+Triton 3.6 turns the end of a loop, an array of one element, into an integer in a way that NumPy refuses
+since 2.4; later versions drop the axis first.
 """
 
 from __future__ import annotations
@@ -12,7 +15,22 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["round_to_nearest"]
+__all__ = ["repair", "round_to_nearest"]
+
+
+@functools.cache
+def repair() -> None:
+    """Apply both repairs to the interpreter, once in a process."""
+    round_to_nearest()
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
+
+    interpreter._patch_lang_tensor = patched
 
 
 @functools.cache

@@ -292,7 +292,7 @@ def launch(
     if where == "ptx":
         _emulate(runtime.ptx_target())
     else:
-        _interpreter.round_to_nearest()
+        _interpreter.repair()
     kernel[grid](**arguments)
 
 
