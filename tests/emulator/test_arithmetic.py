@@ -420,7 +420,12 @@ def fill_floats() -> None:
         add(f"fma.rn.{kind}", f"{kind} {kind} {kind}", each3, kind=kind)
         add(f"fma.rn.{kind}x2", f"{kind}x2 {kind}x2 {kind}x2", kind=kind,
             wanted=lambda a, b, c, e=each3: e(a, b, c).view("u4"))  # fmt: skip
-        # the first operand is widened, the result is float32
+        # 16-bit operands are widened, the result is float32
+        add(f"add.rn.f32.{kind}", f"{kind} f32", results="b32", kind="f32",
+            wanted=lambda a, b, k=kind: (wide(a, k).astype("f4") + f32(b)).view("u4"))  # fmt: skip
+        add(f"fma.rn.f32.{kind}", f"{kind} {kind} f32", results="b32", kind="f32",
+            wanted=lambda a, b, c, k=kind: narrow(
+                fma(wide(a, k), wide(b, k), wide(c, "f32")), "f32"))  # fmt: skip
         add(f"sub.rn.f32.{kind}", f"{kind} f32", results="b32", kind="f32",
             wanted=lambda a, b, k=kind: (wide(a, k).astype("f4") - f32(b)).view("u4"))  # fmt: skip
     for larger, name in ((False, "min"), (True, "max")):

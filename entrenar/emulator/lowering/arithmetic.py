@@ -59,11 +59,9 @@ def _emit(program: Program, name: str, opcode: Opcode, operands: list[str]) -> N
 def _float_name(opcode: Opcode) -> str:
     modifiers = set(opcode.parts[1:-1])
     if opcode.type in ("f16", "bf16") and opcode.parts[1:-1] == ("rn", "f32"):
-        return f"{opcode.base}.f32.{opcode.type}"  # a 16-bit operand and a float32 one (sm_100 and later)
+        return f"{opcode.base}.f32.{opcode.type}"  # 16-bit operands into float32 (sm_100 and later)
     if modifiers & {"rz", "rm", "rp"}:
         raise EmulatorError("arithmetic rounded other than to nearest even is not supported")
-    if opcode.type in ("f16", "bf16") and opcode.parts[1:-1] == ["rn", "f32"]:
-        return f"{opcode.base}.f32.{opcode.type}"  # a half operand into a float32 result
     if unknown := modifiers - _FLOAT_MODIFIERS:
         raise EmulatorError(f"modifier {', '.join(sorted(unknown))} is not known")
     base = "fma" if opcode.base == "mad" else opcode.base

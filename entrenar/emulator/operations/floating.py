@@ -85,6 +85,8 @@ def _halves() -> dict[str, Operation]:
     ):  # into float32: sm_100 and later
         for name, sign in (("add", "+"), ("sub", "-")):
             ops[f"{name}.f32.{t}"] = lanewise("f32", (kind, "f32"), f"(f32){widen}(A){sign}B")
+        value = f"__builtin_fmaf((f32){widen}(A),(f32){widen}(B),C)"
+        ops[f"fma.f32.{t}"] = lanewise("f32", (kind, kind, "f32"), value)
     for t, kind in (("f16", "h"), ("bf16", "bh")):
         ops[f"neg.{t}"] = lanewise(kind, (kind,), "A^0x8000")
         ops[f"abs.{t}"] = lanewise(kind, (kind,), "A&0x7fff")
