@@ -3,8 +3,7 @@
 Integers, conversions and correctly rounded floating operations must agree to the bit, with any NaN equal
 to any other. Approximate functions are held to the bound that the PTX ISA states for them (chapter
 "Instruction Set", sections on div, ex2, lg2, rcp, rsqrt, sqrt, tanh), so a GPU may differ from the emulator
-by twice as much.
-``tests/data/ptx_arithmetic.txt`` lists the opcodes of the library's kernels.
+by twice as much. ``tests/data/ptx_arithmetic.txt`` lists the opcodes of the library's kernels.
 """
 
 from __future__ import annotations
@@ -74,9 +73,6 @@ def emulate(text: str, given: list[np.ndarray], results: list[str]) -> list[np.n
     grid = (padded[0].size // THREADS,)
     emulator.execute(program, grid, THREADS, 0, arrays, types, emulator.storage)
     return [m[:n] for m in made]
-
-
-# ---- bit patterns ----
 
 
 def integers(bits: int, count: int, seed: int) -> np.ndarray:
@@ -421,13 +417,11 @@ def fill_floats() -> None:
         add(f"fma.rn.{kind}x2", f"{kind}x2 {kind}x2 {kind}x2", kind=kind,
             wanted=lambda a, b, c, e=each3: e(a, b, c).view("u4"))  # fmt: skip
         # 16-bit operands are widened, the result is float32
-        add(f"add.rn.f32.{kind}", f"{kind} f32", results="b32", kind="f32",
-            wanted=lambda a, b, k=kind: (wide(a, k).astype("f4") + f32(b)).view("u4"))  # fmt: skip
-        add(f"fma.rn.f32.{kind}", f"{kind} {kind} f32", results="b32", kind="f32",
-            wanted=lambda a, b, c, k=kind: narrow(
-                fma(wide(a, k), wide(b, k), wide(c, "f32")), "f32"))  # fmt: skip
-        add(f"sub.rn.f32.{kind}", f"{kind} f32", results="b32", kind="f32",
-            wanted=lambda a, b, k=kind: (wide(a, k).astype("f4") - f32(b)).view("u4"))  # fmt: skip
+        for name, f in (("add", np.add), ("sub", np.subtract)):
+            add(f"{name}.rn.f32.{kind}", f"{kind} f32", results="b32", kind="f32",
+                wanted=lambda a, b, k=kind, f=f: f(wide(a, k).astype("f4"), f32(b)).view("u4"))  # fmt: skip
+        mixed = lambda a, b, c, k=kind: narrow(fma(wide(a, k), wide(b, k), wide(c, "f32")), "f32")  # noqa: E731
+        add(f"fma.rn.f32.{kind}", f"{kind} {kind} f32", mixed, results="b32", kind="f32")
     for larger, name in ((False, "min"), (True, "max")):
         add(f"{name}.f32", "f32 f32", kind="f32", wanted=lambda a, b, m=larger: extremum(a, b, m))
     add("neg.f32", "f32", lambda a: a ^ np.uint32(1 << 31), kind="f32")
