@@ -32,6 +32,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from perf.mutants import KINDS, Mutant, mutants
 
 __all__ = ["Target", "main", "plan", "summary", "try_all"]
@@ -237,6 +239,9 @@ def _apart(work: Callable[[], Any]) -> Any:
     child = os.fork()
     if child == 0:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the emulator's warnings: they are the result
+        torch.set_num_threads(
+            1
+        )  # a fork has none of the threads its parent had, and would wait for them
         try:
             sender.send(work())
         finally:
@@ -328,9 +333,6 @@ def main(arguments: list[str]) -> int:
     if unknown := set(kinds) - set(KINDS):
         print(f"perf mutate: no kind {sorted(unknown)}, there are {sorted(KINDS)}", file=sys.stderr)
         return 2
-    # A forked process has none of the threads that torch and BLAS keep, and would wait for them for ever.
-    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
-        os.environ[name] = "1"
     context = multiprocessing.get_context("spawn")
     rows: list[Row] = []
     with concurrent.futures.ProcessPoolExecutor(options.workers, mp_context=context) as pool:

@@ -48,11 +48,7 @@ def long_functions(source: str) -> list[tuple[str, int]]:
 
 
 def sources() -> list[str]:
-    return [
-        f
-        for f in tracked()
-        if f.endswith(".py") and f.startswith(("entrenar/", "perf/"))
-    ]
+    return [f for f in tracked() if f.endswith(".py") and f.startswith(("entrenar/", "perf/"))]
 
 
 def test_no_file_is_past_its_budget() -> None:
