@@ -28,6 +28,7 @@ from typing import Any
 from unittest import mock
 
 from entrenar.errors import ConfigError
+from perf.output import write_json
 from perf.tally import hottest, tally
 
 __all__ = ["element_of", "main", "measure", "table"]
@@ -48,14 +49,6 @@ def _vocabulary(n: int | None) -> Iterator[None]:
 
     with mock.patch.object(calls, "VOCAB", n) if n else contextlib.nullcontext():
         yield
-
-
-def _storages(value: Any) -> list[Any]:
-    if isinstance(value, tuple | list):
-        return [t for item in value for t in _storages(item)]
-    if hasattr(value, "tensors"):
-        return list(value.tensors())
-    return [value] if hasattr(value, "untyped_storage") else []
 
 
 def _count(value: Any) -> int:
@@ -83,11 +76,11 @@ def element_of(op: Any, given: Row, result: Any) -> tuple[str, int]:
 def _fits(op: Any, call: Any, kind: Any, tokens: int) -> bool | None:
     """Whether emulation affords a call; None where the row cannot count its operations."""
     from perf.calls import Maker
-    from perf.traffic import complete, flops_of
+    from perf.traffic import complete, flops_of, storages
 
     launcher = getattr(importlib.import_module(f"entrenar.kernels.{call.family}"), call.function)
     given = complete(launcher, call.make(Maker(kind, tokens)))
-    held = sum(t.numel() * t.element_size() for t in _storages(tuple(given.values())))
+    held = sum(t.numel() * t.element_size() for t in storages(tuple(given.values())))
     if held > MOST_BYTES and not op.has_dot:
         return False
     flops = flops_of(op, given)
@@ -292,13 +285,7 @@ def _show(rows: list[Row], options: argparse.Namespace) -> None:
         ):
             print(f"scaled down from {scale}", file=sys.stderr)
         return
-    text = json.dumps([_brief(row) for row in rows] if options.brief else rows, indent=1)
-    if options.json == "-":
-        print(text)
-        return
-    part = Path(f"{options.json}.part")
-    part.write_text(text + "\n")
-    part.replace(options.json)
+    write_json([_brief(row) for row in rows] if options.brief else rows, options.json)
 
 
 def _parser() -> argparse.ArgumentParser:

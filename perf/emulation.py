@@ -18,6 +18,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from perf.output import write_json
+
 __all__ = ["CASES", "main", "rows"]
 
 Row = dict[str, Any]
@@ -116,12 +118,8 @@ def main(arguments: list[str]) -> int:
         print(json.dumps(_child(options.child)))
         return 0
     found = rows(options.target)
-    if options.json and options.json != "-":
-        part = Path(f"{options.json}.part")
-        part.write_text(json.dumps(found, indent=1) + "\n")
-        part.replace(options.json)
-    elif options.json:
-        print(json.dumps(found, indent=1))
+    if options.json:
+        write_json(found, options.json)
     else:
         print(
             f"{'op':16} {'sample':30} {'dtype':9} {'first':>8} {'emulated':>9} {'interpreted':>11}  times"

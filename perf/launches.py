@@ -10,11 +10,8 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
-import json
 import os
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,6 +23,7 @@ from entrenar.autograd import Tape, Tensor, ops
 from entrenar.autograd.arena import Arena
 from entrenar.autograd.graph import Graph
 from entrenar.optable.dispatch import recorded
+from perf.output import write_json
 
 __all__ = ["TinyLlama", "count", "main", "measure"]
 
@@ -298,12 +296,10 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--json", metavar="PATH", help="write rows there; - is standard output")
     options = parser.parse_args(arguments)
     rows = measure(options.layers, options.tokens, runtime.resolve_device(options.device))
-    if options.json == "-":
-        json.dump(rows, sys.stdout, indent=2)
-        print()
-        return 0
     if options.json:
-        Path(options.json).write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+        write_json(rows, options.json, indent=2)
+    if options.json == "-":
+        return 0
     for row in rows:
         print(
             f"{row['mode']:<10} {row['launches']:>5} launches, of them clip and optimiser "

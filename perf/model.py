@@ -30,6 +30,7 @@ from typing import Any
 
 from entrenar.errors import ConfigError, KernelError
 from perf.devices import DEVICES, Device
+from perf.output import write_json
 
 __all__ = ["Occupancy", "bounds", "launch_model", "main", "measure", "occupancy", "registers_of"]
 
@@ -138,12 +139,12 @@ def registers_of(cubin: bytes) -> int:
     Raises:
         KernelError: The object file does not tell.
     """
-    from perf.static import _tool
+    from perf.static import nvidia_tool
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [_tool("cuobjdump"), "-res-usage", file.name]
+        command = [nvidia_tool("cuobjdump"), "-res-usage", file.name]
         usage = subprocess.run(command, capture_output=True, text=True, check=False)
     found = re.findall(r"\bREG:(\d+)", usage.stdout)
     if not found:
@@ -266,12 +267,8 @@ def main(arguments: list[str]) -> int:
     if options.json is None:
         print(f"a model for {device.name}, not a measurement: the least time at published rates")
         print(_table(rows))
-    elif options.json == "-":
-        print(json.dumps(rows, indent=1))
     else:
-        part = Path(f"{options.json}.part")
-        part.write_text(json.dumps(rows, indent=1) + "\n")
-        part.replace(options.json)
+        write_json(rows, options.json)
     return 0
 
 

@@ -24,17 +24,16 @@ import argparse
 import collections
 import concurrent.futures
 import contextlib
-import json
 import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from perf.mutants import KINDS, Mutant, mutants
+from perf.output import write_json
 
 __all__ = ["Target", "main", "plan", "summary", "try_all"]
 
@@ -346,13 +345,7 @@ def main(arguments: list[str]) -> int:
             print(f"{waiting[done]}: {len(done.result())} mutants", file=sys.stderr, flush=True)
     rows.sort(key=lambda r: (r["kernel"], r["dtype"], r["line"], r["kind"]))
     report = summary(rows)
-    text = json.dumps(report, indent=1)
-    if options.json and options.json != "-":
-        part = Path(f"{options.json}.part")
-        part.write_text(text + "\n")
-        part.replace(options.json)
-    else:
-        print(text)
+    write_json(report, options.json or "-")
     for hole in holes(rows):
         print(f"changed a result, not noticed: {hole}", file=sys.stderr)
     return 1 if holes(rows) else 0

@@ -11,7 +11,6 @@ from __future__ import annotations
 import collections
 import datetime
 import importlib.metadata
-import json
 import os
 import platform
 import subprocess
@@ -20,6 +19,8 @@ import tempfile
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
+
+from perf.output import write_json
 
 __all__ = ["main", "summary"]
 
@@ -91,9 +92,7 @@ def main(arguments: list[str]) -> int:
         **counts,
     }
     RESULT.parent.mkdir(parents=True, exist_ok=True)
-    partial = RESULT.with_suffix(".partial")
-    partial.write_text(json.dumps(record, indent=2) + "\n")
-    partial.replace(RESULT)
+    write_json(record, RESULT, indent=2)
     print(f"{RESULT.relative_to(ROOT)}: {record.get('passed', 0)} passed")
     return done.returncode
 

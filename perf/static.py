@@ -15,7 +15,6 @@ import argparse
 import concurrent.futures
 import dataclasses
 import importlib
-import json
 import multiprocessing
 import os
 import re
@@ -25,6 +24,9 @@ import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
+
+from entrenar.emulator.targets import shared_memory_bytes
+from perf.output import write_json
 
 __all__ = ["Spec", "collect", "faults", "main", "rows"]
 
@@ -184,7 +186,8 @@ def _ttir(compiled: Any) -> str:
     return text if isinstance(text, str) else text.decode()
 
 
-def _tool(name: str) -> str:
+def nvidia_tool(name: str) -> str:
+    """Return the path of a tool that triton brings, such as ``"cuobjdump"``."""
     import triton
 
     return str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name)
@@ -196,7 +199,7 @@ def _read_nvidia(compiled: Any) -> Row:
         file.flush()
 
         def run(*options: str) -> str:
-            command = [_tool("cuobjdump"), *options, file.name]
+            command = [nvidia_tool("cuobjdump"), *options, file.name]
             return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
         usage = run("-res-usage")
@@ -247,8 +250,7 @@ def shared_limit(target: str) -> int:
     """Return the bytes of shared memory a program may use on a target."""
     if target.startswith("gfx"):
         return 64 << 10
-    small = {"sm_75": 64, "sm_80": 163, "sm_86": 99, "sm_87": 163, "sm_89": 99, "sm_120": 99}
-    return small.get(target, 227) << 10
+    return shared_memory_bytes(target)
 
 
 def faults(row: Row) -> list[str]:
@@ -357,11 +359,7 @@ def main(arguments: list[str]) -> int:
     found = rows(
         _split(options.targets), _split(options.dtypes), options.only, options.workers, progress
     )
-    text = json.dumps(found, indent=1)
-    if options.json == "-":
-        print(text)
-    else:
-        Path(options.json).write_text(text + "\n")
+    write_json(found, options.json)
     bad = _report(found)
     print(f"{len(found)} kernels compiled, {bad} with a fault", file=sys.stderr)
     return 1 if bad else 0

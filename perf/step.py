@@ -10,7 +10,6 @@ timed on. Ids come from ``numpy.random.default_rng(0)``.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -22,6 +21,7 @@ import numpy as np
 
 from entrenar import InstructConfig, InstructPipeline, runtime
 from entrenar.errors import ConfigError
+from perf.output import write_json
 
 __all__ = ["floor_seconds", "main", "measure", "products"]
 
@@ -129,11 +129,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--dense", action="store_true", help="LoRA on fp32 weights, no NF4")
     parser.add_argument("--json", default="-", help="a path, or - for standard output")
     options = parser.parse_args(arguments)
-    text = json.dumps(measure(options.model, options.tokens, options.steps, dense=options.dense))
-    if options.json == "-":
-        print(text)
-    else:
-        Path(options.json).write_text(text + "\n")
+    row = measure(options.model, options.tokens, options.steps, dense=options.dense)
+    write_json(row, options.json, indent=None)
     return 0
 
 

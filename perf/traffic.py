@@ -27,8 +27,9 @@ from pathlib import Path
 from typing import Any
 
 from entrenar.errors import KernelError
+from perf.output import write_json
 
-__all__ = ["complete", "floor_bytes", "flops_of", "main", "measure"]
+__all__ = ["complete", "floor_bytes", "flops_of", "main", "measure", "storages"]
 
 Row = dict[str, Any]
 SMALL = 64 << 10
@@ -66,9 +67,10 @@ def _moved(history: list[Any]) -> tuple[int, int]:
     return loaded, stored
 
 
-def _storages(value: Any) -> list[Any]:
+def storages(value: Any) -> list[Any]:
+    """Return the torch storage that an argument or result, or a tuple of them, consists of."""
     if isinstance(value, tuple | list):
-        return [t for item in value for t in _storages(item)]
+        return [t for item in value for t in storages(item)]
     if hasattr(value, "tensors"):
         return list(value.tensors())
     return [value] if hasattr(value, "untyped_storage") else []
@@ -86,11 +88,11 @@ def floor_bytes(
         once = {t.data_ptr(): t.numel() * t.element_size() for t in tensors if t.numel()}
         return sum(once.values())
 
-    read = [t for name, value in given.items() if name != "out" for t in _storages(value)]
-    written = [t for name in mutates for t in _storages(given.get(name))]
+    read = [t for name, value in given.items() if name != "out" for t in storages(value)]
+    written = [t for name in mutates for t in storages(given.get(name))]
     if "inplace" in given and not given["inplace"]:
         written = []
-    return total(read) + total([*written, *_storages(result)])
+    return total(read) + total([*written, *storages(result)])
 
 
 def flops_of(op: Any, given: dict[str, Any]) -> int:
@@ -245,13 +247,7 @@ def main(arguments: list[str]) -> int:
     both = _interpreted(options.only, dtypes, options.interpreted_tokens)
     for row in rows:
         row["interpreted"] = both.get((row["op"], row["dtype"], row["shape"].rsplit(", T=", 1)[0]))
-    text = json.dumps(rows, indent=1)
-    if options.json == "-":
-        print(text)
-    else:
-        part = Path(f"{options.json}.part")
-        part.write_text(text + "\n")
-        part.replace(options.json)
+    write_json(rows, options.json)
     found = [*(_too_much(row) for row in rows if over(row))]
     found += [_differs(row) for row in both.values() if disagrees(row)]
     print("\n".join(found), file=sys.stderr)

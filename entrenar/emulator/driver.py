@@ -17,6 +17,7 @@ from entrenar.emulator.errors import EmulatorError
 from entrenar.emulator.launch import Execution, execute
 from entrenar.emulator.parameters import TensorMap
 from entrenar.emulator.program import Program
+from entrenar.emulator.targets import shared_memory_bytes
 
 __all__ = [
     "Driver",
@@ -28,8 +29,6 @@ __all__ = [
 ]
 
 EditPTX = Callable[[str], str]
-# Shared memory a block may use, by compute capability; 227 KiB on those that are not listed.
-_SHARED_BYTES = {75: 65536, 80: 166912, 86: 101376, 87: 166912, 89: 101376, 120: 101376}
 
 
 @dataclasses.dataclass
@@ -295,7 +294,7 @@ class Driver:
     def get_device_properties(self, device: Any) -> dict[str, int]:
         """Return what Triton asks of a device before it launches there."""
         return {
-            "max_shared_mem": _SHARED_BYTES.get(int(self.target[3:]), 232448), "max_num_regs": 65536,
+            "max_shared_mem": shared_memory_bytes(self.target), "max_num_regs": 65536,
             "multiprocessor_count": 108, "warpSize": 32, "sm_clock_rate": 1, "mem_clock_rate": 1,
             "mem_bus_width": 5120, "max_threads_per_sm": 2048,
         }  # fmt: skip

@@ -71,17 +71,15 @@ def on_rdna() -> bool:
     return "gfx1" in str(torch.version.hip)
 
 
-# Shared memory a program may use where it is not that of sm_90 and newer, in KiB.
-_SHARED_KIB = {"sm_75": 64, "sm_80": 163, "sm_86": 99, "sm_87": 163, "sm_89": 99, "sm_120": 99}
-
-
 def shared_bytes(device: torch.device) -> int:
     """Return the shared memory a program may use on a device, or on the target a CPU stands in for."""
     if device.type == "cuda":
         return _shared_bytes_of(device)
     if on_amd():
         return 64 << 10
-    return _SHARED_KIB.get(runtime.ptx_target(), 227) << 10
+    from entrenar.emulator.targets import shared_memory_bytes
+
+    return shared_memory_bytes(runtime.ptx_target())
 
 
 @functools.cache

@@ -174,14 +174,14 @@ os.environ["ENTRENAR_BACKEND"], os.environ["ENTRENAR_PTX_TARGET"] = "ptx", "sm_9
 from entrenar.emulator import install_driver
 from entrenar.kernels.nf4 import nf4_dequantize
 from perf.calls import DTYPES, Maker
-from perf.static import _tool
+from perf.static import nvidia_tool
 driver = install_driver("sm_90", counters=True)
 nf4_dequantize(Maker(DTYPES[{dtype!r}], 64, values=True).nf4(64, 2048, {double}))
 done = driver.last
 with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
     file.write(done.asm["cubin"])
     file.flush()
-    command = [_tool("cuobjdump"), "-sass", file.name]
+    command = [nvidia_tool("cuobjdump"), "-sass", file.name]
     sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
 code = re.findall(r"/\\*[0-9a-f]{{4}}\\*/ +(?:@!?U?P[0-9T]+ )?([A-Z0-9_]+)", sass)
 weights = 64 * 2048 / done.workgroups / (32 * done.metadata.num_warps)
