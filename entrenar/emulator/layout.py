@@ -56,8 +56,7 @@ class Launch(ctypes.Structure):
         *_fields(_U32, "nprog nwarps nthreads gx gy gz o_tid"), ("o_ctaid", _U32 * 3),
         *_fields(_U32, "o_laneid o_warpid order late_async poison do_poison"),
         *_fields(_U64, "wg wg_end icount limit seed barriers fault"),
-        *_fields(_U32, "err err_pc started"), ("cur", ctypes.c_int32),
-        *_fields(_U32, "regbytes regpoison_lo regpoison_hi pad"), *_fields(_U64, "smem_alloc mon"),
+        ("err_pc", _U32), ("cur", ctypes.c_int32), *_fields(_U64, "smem_alloc mon"),
     ]  # fmt: skip
 
 

@@ -77,19 +77,6 @@ static void mon_ins(Ctx *c, Warp *w, Ins *I, u32 m) {
   u8 *R = w->R;
   u64 ad[32];
   MSEQ++;
-  if (w->npend) switch (I->op) {
-    case OP_BAR:
-    case OP_SYNCWARP:
-    case OP_SHFL:
-    case OP_REDUX:
-    case OP_MMA:
-    case OP_LDMATRIX:
-    case OP_STMATRIX:
-    case OP_WGMMA:
-    case OP_VOTE:
-    case OP_ELECT: return;
-    default: break;
-    }
   im->cnt++;
   im->lanes += __builtin_popcount(m);
   if (!m) return;

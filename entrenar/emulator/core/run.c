@@ -42,6 +42,12 @@ static u32 lanes_of(Ctx *c, Warp *w) { // lanes the warp started with
   u32 n = c->nthreads - (u32)(w - c->warps) * 32;
   return n >= 32 ? FULL : (1u << n) - 1;
 }
+// Lanes that went apart meet before these; each opcode is a bit of the set.
+static inline int of_whole_warp(u32 op) {
+  const u64 set = 1ull << OP_BAR | 1ull << OP_SYNCWARP | 1ull << OP_SHFL | 1ull << OP_REDUX | 1ull << OP_MMA |
+                  1ull << OP_LDMATRIX | 1ull << OP_STMATRIX | 1ull << OP_WGMMA | 1ull << OP_VOTE | 1ull << OP_ELECT;
+  return op < NBASE && (set >> op & 1);
+}
 static int run_warp(Ctx *c, Warp *w) {
   u8 *R = w->R;
   Ins *prog = c->prog;
@@ -71,6 +77,12 @@ static int run_warp(Ctx *c, Warp *w) {
     if (I->pred != NOP_) {
       u32 p = *(u32 *)(R + I->pred);
       m &= I->pneg ? ~p : p;
+    }
+    if (w->npend && of_whole_warp(I->op)) { // wait for the others
+      Grp g = {w->pc, w->mask, 1, 0};
+      w->pend[w->npend++] = g;
+      if (!switch_group(w)) return DIVERGENT;
+      continue;
     }
     if (__builtin_expect(MN != 0, 0)) mon_ins(c, w, I, m);
     switch (I->op) {
@@ -104,68 +116,50 @@ static int run_warp(Ctx *c, Warp *w) {
       }
       break;
     case OP_BAR:
-    case OP_SYNCWARP:
-    case OP_SHFL:
-    case OP_REDUX:
+      if (m != lanes_of(c, w)) return PARTIAL_BARRIER;
+      c->barriers++;
+      w->pc++;
+      w->state = AT_BARRIER;
+      return OK;
+    case OP_SHFL: do_shfl(w, I, m, act); break;
+    case OP_REDUX: do_redux(w, I, m); break;
     case OP_MMA:
-    case OP_LDMATRIX:
-    case OP_STMATRIX:
-    case OP_WGMMA:
-    case OP_VOTE:
-    case OP_ELECT:
-      if (w->npend) {
-        Grp g = {w->pc, w->mask, 1, 0};
-        w->pend[w->npend++] = g;
-        if (!switch_group(w)) return DIVERGENT; // wait for the others
-        continue;
-      }
-      switch (I->op) {
-      case OP_BAR:
-        if (m != lanes_of(c, w)) return PARTIAL_BARRIER;
-        c->barriers++;
-        w->pc++;
-        w->state = AT_BARRIER;
-        return OK;
-      case OP_SHFL: do_shfl(w, I, m, act); break;
-      case OP_REDUX: do_redux(w, I, m); break;
-      case OP_MMA:
-        if (m != FULL) return DIVERGENT;
-        do_mma(c, w, I);
-        break;
-      case OP_LDMATRIX:
-        if (m != FULL) return DIVERGENT;
-        do_ldmatrix(c, w, I);
-        break;
-      case OP_STMATRIX:
-        if (m != FULL) return DIVERGENT;
-        do_stmatrix(c, w, I);
-        break;
-      case OP_WGMMA:
-        if (m != FULL) return DIVERGENT;
-        do_wgmma(c, w, I);
-        break;
-      case OP_VOTE: {
-        u32 p = *(u32 *)(R + I->a);
-        if (I->k1) p = ~p;
-        p &= m;
-        u32 r = I->k0 == 0 ? (p == m) : I->k0 == 1 ? (p != 0) : p;
-        if (I->k0 == 2) {
-          LANES(((u32 *)(R + I->d))[l] = r)
-        } else {
-          u32 *q = (u32 *)(R + I->d);
-          *q = (*q & ~m) | (r ? m : 0);
-        }
-      } break;
-      case OP_ELECT: {
-        u32 lead = m & -m;
-        if (I->d != NOP_) {
-          LANES(((u32 *)(R + I->d))[l] = __builtin_ctz(lead))
-        }
-        u32 *q = (u32 *)(R + I->x);
-        *q = (*q & ~m) | lead;
-      } break;
-      }
+      if (m != FULL) return DIVERGENT;
+      do_mma(c, w, I);
       break;
+    case OP_LDMATRIX:
+      if (m != FULL) return DIVERGENT;
+      do_ldmatrix(c, w, I);
+      break;
+    case OP_STMATRIX:
+      if (m != FULL) return DIVERGENT;
+      do_stmatrix(c, w, I);
+      break;
+    case OP_WGMMA:
+      if (m != FULL) return DIVERGENT;
+      do_wgmma(c, w, I);
+      break;
+    case OP_VOTE: {
+      u32 p = *(u32 *)(R + I->a);
+      if (I->k1) p = ~p;
+      p &= m;
+      u32 r = I->k0 == 0 ? (p == m) : I->k0 == 1 ? (p != 0) : p;
+      if (I->k0 == 2) {
+        LANES(((u32 *)(R + I->d))[l] = r)
+      } else {
+        u32 *q = (u32 *)(R + I->d);
+        *q = (*q & ~m) | (r ? m : 0);
+      }
+    } break;
+    case OP_ELECT: {
+      u32 lead = m & -m;
+      if (I->d != NOP_) {
+        LANES(((u32 *)(R + I->d))[l] = __builtin_ctz(lead))
+      }
+      u32 *q = (u32 *)(R + I->x);
+      *q = (*q & ~m) | lead;
+    } break;
+    case OP_SYNCWARP: break;
     case OP_LD: do_ld(c, w, I, m); break;
     case OP_ST:
       do_st(c, w, I, m);
@@ -259,9 +253,6 @@ static void init_wg(Ctx *c) {
     w->state = RUNNING;
     w->npend = 0;
     w->ncp = w->ngrp = 0;
-    u32 *q = (u32 *)(w->R + c->regpoison_lo);
-    u32 nn = (c->regpoison_hi - c->regpoison_lo) / 4;
-    for (u32 k = 0; k < nn; k++) q[k] = c->do_poison ? c->poison : 0;
     for (int l = 0; l < 32; l++) {
       ((u32 *)(w->R + c->o_tid))[l] = i * 32 + l;
       ((u32 *)(w->R + c->o_laneid))[l] = l;

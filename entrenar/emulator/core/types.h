@@ -67,9 +67,8 @@ typedef struct { // one launch
   u32 order, late_async, poison, do_poison; // order of warps: 0 forward, 1 reverse, 2 random
   u64 wg, wg_end, icount, limit, seed, barriers;
   u64 fault;
-  u32 err, err_pc, started;
+  u32 err_pc;
   s32 cur;
-  u32 regbytes, regpoison_lo, regpoison_hi, pad;
   u64 smem_alloc;
   struct Mon_ *mon; // counters and checks; null where none is on
 } Ctx;
