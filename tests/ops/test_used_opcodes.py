@@ -21,6 +21,7 @@ def test_every_opcode_that_was_emulated_is_tested(request: pytest.FixtureRequest
         pytest.skip("runs where kernels are emulated")
     pytest.importorskip("triton")
     from entrenar.emulator.driver import programs
+    from entrenar.emulator.syntax import opcode_of
 
     if len(programs) < 50:
         pytest.skip("a part of the op suite was chosen")
@@ -28,7 +29,7 @@ def test_every_opcode_that_was_emulated_is_tested(request: pytest.FixtureRequest
     unknown: dict[str, str] = {}
     for program in programs.values():
         for text in program.text:
-            opcode = re.sub(r"^@!?%?\w+\s+", "", text.strip()).split()[0].rstrip(";")
+            opcode = opcode_of(text).text
             opcode = re.sub(r"m64n\d+k16", "m64nNk16", opcode)
             if opcode not in recorded and not opcode.startswith(MOVING):
                 unknown.setdefault(opcode, f"{program.name}: {text[:100]}")
