@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,7 +21,12 @@ _SEED_STRIDE = 0x9E3779B1
 
 def layer_seeds(seed: int, layers: int) -> np.ndarray:
     """Return the seeds of the first ``layers`` linears in a step with this seed, int64."""
-    return (seed + np.arange(layers, dtype=np.int64) * _SEED_STRIDE) & 0x7FFFFFFF
+    return _seed_of(seed, np.arange(layers, dtype=np.int64))
+
+
+def _seed_of(seed: int, index: Any) -> Any:
+    """Return the seed of the linear with this number, or of each in an array of numbers."""
+    return (seed + index * _SEED_STRIDE) & 0x7FFFFFFF
 
 
 class Linear:
@@ -68,7 +73,7 @@ class Linear:
             if isinstance(dropout_seed, torch.Tensor):
                 seed = dropout_seed.narrow(0, self.index, 1)
             else:
-                seed = ((dropout_seed or 0) + self.index * _SEED_STRIDE) & 0x7FFFFFFF
+                seed = _seed_of(dropout_seed or 0, self.index)
             return ops.lora_linear(
                 x,
                 self.weight,
