@@ -246,7 +246,7 @@ class Driver:
         edit_ptx: Changes PTX before it is parsed; None leaves it.
         last: The last launch.
         history: A list that every launch is appended to; None keeps none.
-        launches, total_instructions: Sums over launches.
+        total_instructions: Sum over launches.
     """
 
     def __init__(
@@ -255,7 +255,7 @@ class Driver:
         self.target, self.strict, self.edit_ptx, self.opts = target, strict, edit_ptx, opts
         self.last: RunInfo | None = None
         self.history: list[RunInfo] | None = None
-        self.launches = self.total_instructions = 0
+        self.total_instructions = 0
         self.utils, self.launcher_cls = self, _Launcher
 
     def run(
@@ -282,7 +282,6 @@ class Driver:
         self.last = done
         if self.history is not None:
             self.history.append(done)
-        self.launches += 1
         self.total_instructions += done.instructions
         if done.warnings and self.strict:
             raise EmulatorError("; ".join(done.warnings))

@@ -147,7 +147,6 @@ def _run(
         arguments.close()
         for warp in machine.warps:
             library.free_cp(ctypes.byref(warp))
-    program.counts = [instruction.count for instruction in machine.instructions]
     reports = watch.reports() if watch else []
     counted = watch if checks.counters else None
     return Execution(

@@ -29,7 +29,7 @@ class Instruction(ctypes.Structure):
     _fields_ = [
         ("op", ctypes.c_uint16), ("pneg", ctypes.c_uint8), ("n", ctypes.c_uint8),
         *_fields(_U32, "pred d a b c x"), ("imm", ctypes.c_int64),
-        *_fields(_U32, "k0 k1 k2 line"), ("count", _U64),
+        *_fields(_U32, "k0 k1 k2 line"),
     ]  # fmt: skip
 
 

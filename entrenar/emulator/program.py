@@ -74,7 +74,6 @@ class Program:
         self.extra: list[int] = []
         self.local: dict[str, int] = {}
         self.local_bytes = 0
-        self.counts: list[int] = []
         self._guard = (NO_REGISTER, 0)
         self._current, self._line = "", 0
         self._location: tuple[int, int] | None = None

@@ -71,7 +71,6 @@ static int run_warp(Ctx *c, Warp *w) {
     }
     Ins *I = &prog[w->pc];
     c->err_pc = w->pc;
-    I->count++;
     if (++c->icount > c->limit) return LIMIT;
     u32 act = w->mask, m = act;
     if (I->pred != NOP_) {

@@ -31,7 +31,6 @@ typedef struct { // one instruction
   u32 pred, d, a, b, c, x; // registers: guard, destination, sources; x: an offset into extra, or a register
   s64 imm;                 // address offset
   u32 k0, k1, k2, line;    // modifiers, packed by entrenar/emulator/lowering; line of the PTX text
-  u64 count;               // times executed
 } Ins;
 
 typedef struct { // lanes of a warp that went another way
