@@ -140,11 +140,20 @@ def _chat(parser: argparse.ArgumentParser) -> None:
 
 
 def _merge(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--adapter", metavar="DIR", required=True, help="an adapter folder")
+    parser.add_argument(
+        "--adapter", metavar="DIR", help="an adapter folder; without it the model alone is written"
+    )
     parser.add_argument("--model", metavar="PATH", help="the base; the adapter's own otherwise")
     parser.add_argument("--output", metavar="DIR", required=True, help="a new folder")
     parser.add_argument(
-        "--dtype", default="bfloat16", metavar="WORD", help="bfloat16 (default), float16, float32"
+        "--dtype",
+        default="bfloat16",
+        metavar="WORD",
+        help="bfloat16 (default), float16, float32, or nf4: 4-bit linears as bitsandbytes saves "
+        "them, which loses part of the adapter's update and says how much",
+    )
+    parser.add_argument(
+        "--double-quant", action="store_true", help="with --dtype nf4: 8-bit scales"
     )
 
 

@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from entrenar.errors import AdapterError, ConfigError
+from entrenar.finetune.merge import refuse_merged
 from entrenar.lora import LoraAdapters, load_adapter
 from entrenar.lora.peft_files import read_config
+from entrenar.transformer.checkpoint import open_checkpoint
 from entrenar.transformer.model import Transformer
 
 __all__ = ["base_of", "load_adapted", "read_adapters"]
@@ -56,8 +58,8 @@ def load_adapted(
 
     Raises:
         ConfigError: Neither is given.
-        AdapterError: The adapter does not fit the model; found before any weight is read where
-            the folder itself is at fault.
+        AdapterError: The adapter does not fit the model, or is merged into it already; found before
+            any weight is read where the folder itself is at fault.
     """
     if adapter is not None:
         load_adapter(adapter)
@@ -68,5 +70,6 @@ def load_adapted(
     if adapter is None:
         return found, None
     adapters = read_adapters(adapter, found.linear_shapes(), found.device)
+    refuse_merged(open_checkpoint(model), adapters)
     found.attach(adapters)
     return found, adapters

@@ -7,6 +7,7 @@ step, a norm or a checkpoint write is one operation however many layers there ar
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
 from collections.abc import Mapping
 
@@ -136,6 +137,15 @@ class LoraAdapters:
     def state_dict(self) -> dict[str, np.ndarray]:
         """Return copies of every A and B as float32 ndarrays, under PEFT's names."""
         return {key: np.array(tensor.numpy()) for key, tensor in self._items()}
+
+    def fingerprint(self) -> str:
+        """Return a hash of every module's name, scale, A and B: equal where merging them is equal."""
+        digest = hashlib.sha256()
+        for name, layer in sorted(self.layers.items()):
+            digest.update(f"{name} {layer.scaling!r}\n".encode())
+            for tensor in (layer.lora_a, layer.lora_b):
+                digest.update(repr(tensor.shape).encode() + tensor.numpy().tobytes())
+        return digest.hexdigest()
 
     def grad_dict(self) -> dict[str, np.ndarray]:
         """Return copies of the gradients as float32 ndarrays, under the names of state_dict."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from entrenar.errors import CheckpointError
+from entrenar.kernels.nf4_weight import NF4Weight
 from entrenar.transformer.config import TransformerConfig
 from entrenar.transformer.gguf_model import GGUFModel
 from entrenar.transformer.hf_folder import HFFolder
@@ -26,6 +27,7 @@ class Checkpoint(Protocol):
     path: Path
     config: TransformerConfig
     document: dict[str, Any]
+    quantised: dict[str, tuple[int, ...]]
     stop_token_ids: tuple[int, ...]
 
     def names(self) -> list[str]:
@@ -36,6 +38,9 @@ class Checkpoint(Protocol):
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (Hugging Face name, float32 tensor), one at a time."""
+
+    def stored(self) -> Iterator[tuple[str, torch.Tensor | NF4Weight]]:
+        """Yield (Hugging Face name, weight), one at a time; NF4 where the files hold that."""
 
     def tokenizer(self) -> Tokenizer | None:
         """Return the tokenizer, or None where the checkpoint has none."""

@@ -75,6 +75,7 @@ class GGUFModel:
     Attributes:
         config: The model's config.
         document: The same as the content of a ``config.json``.
+        quantised: Empty: other formats of 4 bits are decoded as they are read.
         stop_token_ids: Ids that end a text, as the metadata states them.
 
     Raises:
@@ -84,6 +85,7 @@ class GGUFModel:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.quantised: dict[str, tuple[int, ...]] = {}
         self.file = GGUFFile(path)
         self._family = _family(self.file)
         self.document = _hf_config(self.file, self._family)
@@ -112,6 +114,10 @@ class GGUFModel:
         """Yield (Hugging Face name, float32 tensor), one at a time, in the file's order."""
         for name in self._names:
             yield name, self.read(name)
+
+    def stored(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield what :meth:`tensors` yields."""
+        return self.tensors()
 
     def tokenizer(self) -> Tokenizer | None:
         """Return the tokenizer the metadata describes, or None where it describes none."""

@@ -2,11 +2,13 @@
 
 Weights are one ``model.safetensors``, or the shards that ``model.safetensors.index.json`` names; a
 stray shard beside them is not read. Names in the index must be plain file names; a shard may be a
-symbolic link, as it is in the hub's own cache.
+symbolic link, as it is in the hub's own cache. Linears that bitsandbytes saved in NF4 are read as they
+are, without decoding them.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +17,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from entrenar.errors import CheckpointError, UnsupportedModelError
+from entrenar.kernels.nf4_weight import NF4Weight
+from entrenar.optable import call
+from entrenar.quant import (
+    check_bitsandbytes_config,
+    from_bitsandbytes,
+    is_bitsandbytes,
+    parts_of,
+    stated_shape,
+)
 from entrenar.transformer.config import TransformerConfig, token_ids
 from entrenar.transformer.safetensors_file import SafetensorsFile
 from entrenar.transformer.weights import check_tensors, is_ignored
@@ -57,6 +68,7 @@ class HFFolder:
     Attributes:
         config: The model's config.
         document: The content of ``config.json``.
+        quantised: Names of the weights that the folder holds in NF4, each with its shape.
         stop_token_ids: Ids that end a text: generation_config.json's where it states any, else
             config.json's.
 
@@ -70,26 +82,47 @@ class HFFolder:
         if not (path / "config.json").is_file():
             raise _explain(path)
         self.document = read_json(path / "config.json")
-        self.config = TransformerConfig.from_hf(self.document)
+        quantization = self.document.get("quantization_config")
+        if quantization:
+            check_bitsandbytes_config(quantization)
+        plain = {k: v for k, v in self.document.items() if k != "quantization_config"}
+        self.config = TransformerConfig.from_hf(plain)
         self.stop_token_ids = self.config.eos_token_ids
         if (path / "generation_config.json").is_file():
             generation = read_json(path / "generation_config.json")
             self.stop_token_ids = token_ids(generation, "eos_token_id") or self.stop_token_ids
         self._files = self._open()
-        shapes = {name: file.entries[name].shape for name, file in self._files.items()}
-        check_tensors(str(path), shapes, self.config)
+        self.quantised = self._find_quantised() if quantization else {}
+        inner = {p for name in self.quantised for p in parts_of(name, self._files)[1:]}
+        self._names = [name for name in self._files if name not in inner]
+        shapes = {name: self._files[name].entries[name].shape for name in self._names}
+        check_tensors(str(path), {**shapes, **self.quantised}, self.config)
 
     def names(self) -> list[str]:
-        """Return the names of the tensors, in the order they are read."""
-        return list(self._files)
+        """Return the names of the weights, in the order they are read."""
+        return list(self._names)
 
     def read(self, name: str) -> torch.Tensor:
-        """Return one tensor as float32.
+        """Return one weight as float32, decoded where it is held in NF4.
 
         Raises:
             CheckpointError: It is not there or cannot be read.
             UnsupportedModelError: It does not hold floating-point numbers.
         """
+        found = self.read_stored(name)
+        return found if isinstance(found, torch.Tensor) else call("nf4_dequantize", found)
+
+    def read_stored(self, name: str) -> torch.Tensor | NF4Weight:
+        """Return one weight as the files hold it: in NF4, else as float32.
+
+        Raises:
+            CheckpointError: It is not there or cannot be read.
+            UnsupportedModelError: It does not hold floating-point numbers.
+        """
+        if name in self.quantised:
+            parts = {p: self._files[p].read(p) for p in parts_of(name, self._files)}
+            weight = from_bitsandbytes(name, parts)
+            return dataclasses.replace(weight, dtype=torch.float32)
         file = self._files[name]
         if file.entries[name].dtype not in _FLOATS:
             raise UnsupportedModelError(
@@ -100,8 +133,13 @@ class HFFolder:
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (Hugging Face name, float32 tensor), one at a time, the file's order."""
-        for name in self._files:
+        for name in self._names:
             yield name, self.read(name)
+
+    def stored(self) -> Iterator[tuple[str, torch.Tensor | NF4Weight]]:
+        """Yield (Hugging Face name, weight as it is held), one at a time, the file's order."""
+        for name in self._names:
+            yield name, self.read_stored(name)
 
     def tokenizer(self) -> Tokenizer | None:
         """Return the folder's tokenizer, or None where it has no tokenizer.json."""
@@ -110,6 +148,14 @@ class HFFolder:
         from entrenar.transformer.tokenizer import Tokenizer
 
         return Tokenizer.from_folder(self.path, stop_token_ids=self.stop_token_ids)
+
+    def _find_quantised(self) -> dict[str, tuple[int, ...]]:
+        found = {}
+        for name in self._files:
+            if is_bitsandbytes(name, self._files):
+                state = parts_of(name, self._files)[-1]
+                found[name] = stated_shape(name, self._files[state].read(state))
+        return found
 
     def _open(self) -> dict[str, SafetensorsFile]:
         if (self.path / _SINGLE).is_file():

@@ -33,7 +33,7 @@ from entrenar.kernels.nf4_weight import NF4Weight
 from entrenar.optable import call
 from entrenar.quant import quantize_weight
 from entrenar.transformer.block import Block, Rows
-from entrenar.transformer.checkpoint import Checkpoint, open_checkpoint
+from entrenar.transformer.checkpoint import open_checkpoint
 from entrenar.transformer.config import TransformerConfig
 from entrenar.transformer.kv_cache import KVCache
 from entrenar.transformer.linear import Linear, layer_seeds
@@ -66,7 +66,8 @@ class Transformer:
 
     Args:
         config: Its sizes.
-        weights: (Hugging Face name, tensor) of every weight; consumed one at a time.
+        weights: (Hugging Face name, tensor) of every weight; consumed one at a time. A decoder linear
+            may come in NF4 and is then held as it is.
         quantize: ``"nf4"`` to hold decoder linears in 4 bits, or None.
         dtype: Storage dtype of dense weights and activations; ``"auto"`` is float32 on the CPU and
             bfloat16 on a GPU. float64 is for checking gradients on the CPU.
@@ -90,7 +91,7 @@ class Transformer:
     def __init__(
         self,
         config: TransformerConfig,
-        weights: Iterable[tuple[str, torch.Tensor]],
+        weights: Iterable[tuple[str, torch.Tensor | NF4Weight]],
         *,
         quantize: str | None = None,
         dtype: str = "float32",
@@ -105,20 +106,20 @@ class Transformer:
         self.dtype = _storage_dtype(dtype, self.device)
         if quantize not in (None, "nf4"):
             raise ConfigError(f"quantize is {quantize!r}, wanted 'nf4' or None", "")
-        self.quantize = quantize
         self.tokenizer = tokenizer
         self.path = path
         self.stop_token_ids = config.eos_token_ids if stop_token_ids is None else stop_token_ids
         self.dropout_step = 0
         self._trains: Tensor | None = None
         self._double_quant = double_quant
-        wanted = self.device != "cpu" if decode_ahead is None else decode_ahead
-        self._ahead = DecodeAhead(self.device) if quantize and wanted else None
         linear_weights = {f"{name}.weight" for name in linear_shapes(config)}
         held: dict[str, Tensor | NF4Weight] = {}
         for name, tensor in weights:
-            held[name] = self._hold(name, tensor, quantised=name in linear_weights)
+            held[name] = self._hold(name, tensor, quantize if name in linear_weights else None)
             del tensor
+        self.quantize = "nf4" if any(isinstance(w, NF4Weight) for w in held.values()) else None
+        wanted = self.device != "cpu" if decode_ahead is None else decode_ahead
+        self._ahead = DecodeAhead(self.device) if self.quantize and wanted else None
         shapes = {name: tuple(weight.shape) for name, weight in held.items()}
         check_tensors(str(path or "weights"), shapes, config)
         self.config = _settle_tie(config, held)
@@ -139,7 +140,8 @@ class Transformer:
         """Load a model from a Hugging Face folder or a GGUF file.
 
         Args:
-            path: The folder or file, on this machine.
+            path: The folder or file, on this machine. Of a folder that bitsandbytes quantised to
+                NF4, the linears are held as they are, those it left dense too.
             quantize: ``"nf4"`` to hold decoder linears in 4 bits, or None.
             dtype: Storage dtype of dense weights and activations, or ``"auto"``.
             device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
@@ -153,8 +155,8 @@ class Transformer:
         found = open_checkpoint(path)
         return cls(
             found.config,
-            _tensors(found),
-            quantize=quantize,
+            found.stored(),
+            quantize=None if found.quantised else quantize,
             dtype=dtype,
             device=device,
             double_quant=double_quant,
@@ -330,8 +332,12 @@ class Transformer:
             last = hidden.view(hidden.data[-1:])
             return self.project(last)[0]
 
-    def _hold(self, name: str, tensor: torch.Tensor, quantised: bool) -> Tensor | NF4Weight:
-        if quantised and self.quantize == "nf4":
+    def _hold(
+        self, name: str, tensor: torch.Tensor | NF4Weight, quantize: str | None
+    ) -> Tensor | NF4Weight:
+        if isinstance(tensor, NF4Weight):
+            return dataclasses.replace(tensor.to(self.device), dtype=self.dtype)
+        if quantize == "nf4":
             moved = tensor.to(device=self.device, dtype=torch.float32).contiguous()
             made = quantize_weight(moved, double_quant=self._double_quant, name=name)
             return dataclasses.replace(made, dtype=self.dtype)
@@ -430,10 +436,6 @@ def _storage_dtype(dtype: str, device: str) -> torch.dtype:
     if dtype not in _DTYPES:
         raise ConfigError(f"dtype is {dtype!r}, wanted auto or {', '.join(_DTYPES)}", "")
     return _DTYPES[dtype]
-
-
-def _tensors(found: Checkpoint) -> Iterable[tuple[str, torch.Tensor]]:
-    return found.tensors()
 
 
 def _settle_tie(

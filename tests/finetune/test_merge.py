@@ -12,9 +12,13 @@ from safetensors.numpy import load_file
 
 from entrenar import InstructConfig, InstructPipeline, Transformer
 from entrenar.errors import AdapterError, ConfigError
-from entrenar.finetune import merge as merge_module
+from entrenar.finetune import model_folder
 from entrenar.finetune.adapted import load_adapted
 from entrenar.finetune.instruct_pipeline import InstructPipeline as Pipeline
+from entrenar.finetune.merge import merge_adapter
+from entrenar.finetune.model_folder import MERGED_KEY as KEY
+from entrenar.optable import call
+from entrenar.quant import NF4Weight
 
 IDS = [[1, 5, 9, 30, 31]]
 
@@ -115,7 +119,7 @@ def test_rank_and_scale_come_from_the_adapter_folder(tiny_model: Path, tmp_path:
 def test_shards_and_their_index(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(merge_module, "_SHARD_BYTES", 20_000)
+    monkeypatch.setattr(model_folder, "_SHARD_BYTES", 20_000)
     pipeline = trained(tiny_model)
     pipeline.merge(tmp_path / "merged", dtype="float32")
     assert len(list((tmp_path / "merged").glob("model-*-of-*.safetensors"))) > 1
@@ -123,10 +127,114 @@ def test_shards_and_their_index(
     np.testing.assert_allclose(merged.logits(IDS), pipeline.model.logits(IDS), rtol=0, atol=1e-4)
 
 
+@pytest.fixture
+def wide_model(make_model: Callable[..., Path]) -> Path:
+    """Rows of whole NF4 blocks."""
+    return make_model(hidden_size=64, intermediate_size=128)
+
+
+def test_an_adapter_is_not_added_to_what_contains_it(wide_model: Path, tmp_path: Path) -> None:
+    """https://github.com/huggingface/peft/issues/1355"""
+    pipeline = trained(wide_model)
+    pipeline.save_adapter(tmp_path / "adapter")
+    pipeline.merge(tmp_path / "merged", dtype="float32")
+    wanted = Transformer.from_pretrained(tmp_path / "merged", device="cpu").logits(IDS)
+    with pytest.raises(AdapterError, match="already contains this adapter"):
+        load_adapted(tmp_path / "merged", tmp_path / "adapter", device="cpu")
+    again = trained(tmp_path / "merged")
+    before = again.adapter_state()
+    with pytest.raises(AdapterError, match="already contains this adapter"):
+        again.load_adapter(tmp_path / "adapter")
+    after = again.adapter_state()
+    assert all(np.array_equal(before[key], after[key]) for key in before)
+    # another adapter is welcome on it, and both are then listed
+    again.merge(tmp_path / "twice", dtype="float32")
+    assert len(json.loads((tmp_path / "twice" / "config.json").read_text())[KEY]) == 2
+    assert (
+        np.abs(
+            Transformer.from_pretrained(tmp_path / "twice", device="cpu").logits(IDS) - wanted
+        ).max()
+        > 0.01
+    )
+    with pytest.raises(AdapterError, match="already contains this adapter"):
+        load_adapted(tmp_path / "twice", tmp_path / "adapter", device="cpu")
+
+
+@pytest.mark.parametrize("double_quant", [False, True])
+def test_merging_into_nf4_says_what_it_costs(
+    wide_model: Path, tmp_path: Path, double_quant: bool
+) -> None:
+    """https://github.com/huggingface/peft/issues/2321"""
+    pipeline = trained(wide_model)
+    report = pipeline.merge(tmp_path / "nf4", dtype="nf4", double_quant=double_quant)
+    pipeline.merge(tmp_path / "dense", dtype="float32")
+    name = "model.layers.0.self_attn.q_proj.weight"
+    dense, base = (
+        load_file(folder / "model.safetensors")[name] for folder in (tmp_path / "dense", wide_model)
+    )
+    got = Transformer.from_pretrained(tmp_path / "nf4", device="cpu")
+    assert got.quantize == "nf4"
+    held = got.named_weights()[name]
+    assert isinstance(held, NF4Weight)
+    assert held.double_quant is double_quant
+    decoded = call("nf4_dequantize", held).numpy()
+    names = list(pipeline.adapters.layers)
+    assert len(names) == report.changed == 4
+    # the cost, formed here from the files over the same weights
+    error = update = 0.0
+    merged = load_file(tmp_path / "dense" / "model.safetensors")
+    original = load_file(wide_model / "model.safetensors")
+    for module in names:
+        key = f"{module}.weight"
+        error += (
+            (call("nf4_dequantize", got.named_weights()[key]).numpy() - merged[key]) ** 2
+        ).sum()
+        update += ((merged[key] - original[key]) ** 2).sum()
+    assert report.rounding == pytest.approx((error / update) ** 0.5, rel=1e-3)
+    assert np.abs(decoded - dense).max() > 1e-3
+    assert np.abs(dense - base).max() > 1e-3
+    (notice,) = report.notices()
+    assert f"{report.rounding:.2g} times the adapter's own update" in notice
+
+
+def test_a_model_alone_is_written_in_nf4_and_read_back(wide_model: Path, tmp_path: Path) -> None:
+    report = merge_adapter(wide_model, None, tmp_path / "nf4", "nf4")
+    assert (report.changed, report.rounding, report.notices()) == (0, 0.0, [])
+    wanted = Transformer.from_pretrained(wide_model, quantize="nf4", device="cpu")
+    got = Transformer.from_pretrained(tmp_path / "nf4", device="cpu")
+    for name, weight in wanted.named_weights().items():
+        if isinstance(weight, NF4Weight):
+            other = got.named_weights()[name]
+            assert isinstance(other, NF4Weight)
+            pairs = zip(weight.tensors(), other.tensors(), strict=True)
+            assert all(np.array_equal(a.numpy(), b.numpy()) for a, b in pairs)
+    # writing it once more changes no byte of the weights
+    merge_adapter(tmp_path / "nf4", None, tmp_path / "again", "nf4")
+    one, two = ((tmp_path / n / "model.safetensors").read_bytes() for n in ("nf4", "again"))
+    assert one == two
+
+
+def test_merging_into_an_nf4_base_adds_to_what_it_decodes_to(
+    wide_model: Path, tmp_path: Path
+) -> None:
+    merge_adapter(wide_model, None, tmp_path / "nf4", "nf4")
+    pipeline = trained(tmp_path / "nf4")
+    report = pipeline.merge(tmp_path / "merged", dtype="float32")
+    assert "the base holds its weights in NF4" in report.notices()[0]
+    merged = Transformer.from_pretrained(tmp_path / "merged", device="cpu")
+    assert merged.quantize is None
+    assert "quantization_config" not in json.loads(
+        (tmp_path / "merged" / "config.json").read_text()
+    )
+    np.testing.assert_allclose(merged.logits(IDS), pipeline.model.logits(IDS), rtol=0, atol=1e-4)
+
+
 def test_what_is_refused(tiny_model: Path, tmp_path: Path) -> None:
     pipeline = trained(tiny_model)
     with pytest.raises(ConfigError, match="dtype is 'int8'"):
         pipeline.merge(tmp_path / "m", dtype="int8")
+    with pytest.raises(ConfigError, match="double_quant with dtype 'bfloat16'"):
+        pipeline.merge(tmp_path / "m", double_quant=True)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").write_text("")
     with pytest.raises(ConfigError, match="is not an empty folder"):

@@ -24,11 +24,13 @@ from entrenar.finetune.instruct_pipeline.results import (
     InstructStepResult,
     perplexity,
 )
+from entrenar.finetune.merge import MergeReport, merge_adapter, refuse_merged
 from entrenar.finetune.ranks import Ranks
 from entrenar.finetune.schedule import LearningRate
 from entrenar.lora import LoraAdapters, LoraConfig
 from entrenar.lora.peft_files import load_adapter, save_adapter
 from entrenar.optable import call
+from entrenar.transformer.checkpoint import open_checkpoint
 from entrenar.transformer.generation import GenerateConfig, GenerateResult, generate
 from entrenar.transformer.model import Transformer
 
@@ -411,23 +413,36 @@ class InstructPipeline:
                     f"{getattr(mine, name)}",
                     "configure the pipeline as the adapter was trained",
                 )
+        before = self.adapters.state_dict()
         self.adapters.load_state_dict(state)
+        if self.model.path is not None:
+            try:
+                refuse_merged(open_checkpoint(self.model.path), self.adapters)
+            except AdapterError:
+                self.adapters.load_state_dict(before)
+                raise
 
-    def merge(self, folder: str | Path, dtype: str = "bfloat16") -> None:
+    def merge(
+        self, folder: str | Path, dtype: str = "bfloat16", double_quant: bool = False
+    ) -> MergeReport:
         """Write the base model with the adapters added as a Hugging Face folder.
 
         The adapters are added in float32 to the weights as the checkpoint holds them, not to their
-        NF4 form, and rounded once to ``dtype``.
+        NF4 form, and rounded once to ``dtype``. The pipeline's own weights stay as they are.
 
         Args:
             folder: A folder that is missing or empty.
-            dtype: ``"bfloat16"``, ``"float16"`` or ``"float32"``.
-        """
-        from entrenar.finetune.merge import merge_adapter
+            dtype: ``"bfloat16"``, ``"float16"``, ``"float32"``, or ``"nf4"``, which loses part of
+                the update; how much is in the report.
+            double_quant: Quantise the NF4 scales too.
 
+        Raises:
+            ConfigError: The folder is not empty, or the dtype is another.
+            CheckpointError: The model was not read from a checkpoint.
+        """
         if self.model.path is None:
             raise CheckpointError("the model was not read from a checkpoint", "merge one that was")
-        merge_adapter(self.model.path, self.adapters, folder, dtype)
+        return merge_adapter(self.model.path, self.adapters, folder, dtype, double_quant)
 
 
 def _lora_config(config: InstructConfig) -> LoraConfig:
