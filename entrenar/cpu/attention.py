@@ -13,7 +13,6 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
@@ -21,7 +20,6 @@ from entrenar.reference.attention import Segment, check_attention, check_saved
 
 __all__ = ["attention_backward", "attention_forward"]
 
-Array = np.ndarray[Any, Any]
 
 BLOCK_ROWS = 64
 """Query rows at a time: the fastest of 32, 64 and 128 at 512 tokens of 9 heads, on two cores."""
@@ -31,15 +29,15 @@ BLOCK_SCORES = 1 << 15
 
 
 def attention_forward(
-    q: Array,
-    k: Array,
-    v: Array,
-    cu_seqlens_q: Array | None = None,
-    cu_seqlens_k: Array | None = None,
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    cu_seqlens_q: np.ndarray | None = None,
+    cu_seqlens_k: np.ndarray | None = None,
     scale: float | None = None,
     causal: bool = True,
     window: int = 0,
-) -> tuple[Array, Array]:
+) -> tuple[np.ndarray, np.ndarray]:
     """Compute what :func:`entrenar.reference.attention.attention_forward` computes, fast.
 
     Numerics: scores, sums and output in the dtype of the inputs; queries are scaled before the
@@ -76,18 +74,18 @@ def attention_forward(
 
 
 def attention_backward(
-    grad_out: Array,
-    q: Array,
-    k: Array,
-    v: Array,
-    out: Array,
-    lse: Array,
-    cu_seqlens_q: Array | None = None,
-    cu_seqlens_k: Array | None = None,
+    grad_out: np.ndarray,
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    out: np.ndarray,
+    lse: np.ndarray,
+    cu_seqlens_q: np.ndarray | None = None,
+    cu_seqlens_k: np.ndarray | None = None,
     scale: float | None = None,
     causal: bool = True,
     window: int = 0,
-) -> tuple[Array, Array, Array]:
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Compute what :func:`entrenar.reference.attention.attention_backward` computes, fast."""
     op = "attention_backward"
     segments, scale = check_attention(op, q, k, v, cu_seqlens_q, cu_seqlens_k, scale, window)
@@ -141,24 +139,24 @@ class _Run:
     n_queries: int
     n_keys: int
 
-    def queries(self, x: Array, k: Array) -> Array:
+    def queries(self, x: np.ndarray, k: np.ndarray) -> np.ndarray:
         """View [T, Hq, D] as [segments, Hkv, group, Lq, D]."""
         part = x[self.q0 : self.q0 + self.count * self.n_queries]
         shape = (self.count, self.n_queries, k.shape[1], x.shape[1] // k.shape[1], x.shape[2])
         return part.reshape(shape).transpose(0, 2, 3, 1, 4)
 
-    def keys(self, x: Array) -> Array:
+    def keys(self, x: np.ndarray) -> np.ndarray:
         """View [Tk, Hkv, D] as [segments, Hkv, Lk, D]."""
         part = x[self.k0 : self.k0 + self.count * self.n_keys]
         return part.reshape(self.count, self.n_keys, *x.shape[1:]).swapaxes(1, 2)
 
-    def statistics(self, x: Array, k: Array) -> Array:
+    def statistics(self, x: np.ndarray, k: np.ndarray) -> np.ndarray:
         """View [Hq, T] as [segments, Hkv, group, Lq]."""
         part = x[:, self.q0 : self.q0 + self.count * self.n_queries]
         shape = (k.shape[1], x.shape[0] // k.shape[1], self.count, self.n_queries)
         return part.reshape(shape).transpose(2, 0, 1, 3)
 
-    def scratch(self, q: Array) -> Array:
+    def scratch(self, q: np.ndarray) -> np.ndarray:
         """Allocate room for the scores of one block, reused by all of them."""
         rows = min(self.n_queries, BLOCK_ROWS)
         return np.empty(self.count * q.shape[1] * rows * self.n_keys, q.dtype)
@@ -178,11 +176,11 @@ class _Block:
 
     rows: slice
     keys: slice
-    hidden: Array | None
+    hidden: np.ndarray | None
     first: int
     may_be_empty: bool
 
-    def hide(self, scores: Array) -> None:
+    def hide(self, scores: np.ndarray) -> None:
         """Set the scores of hidden keys, [.., keys, group * rows], to -inf."""
         if self.hidden is not None:
             folded = scores.reshape(*scores.shape[:3], -1, self.hidden.shape[-1])
@@ -225,12 +223,12 @@ def _blocks(run: _Run, causal: bool, window: int) -> Iterator[_Block]:
         yield _Block(slice(start, stop), slice(low, high), hidden, first, may_be_empty)
 
 
-def _fold(x: Array) -> Array:
+def _fold(x: np.ndarray) -> np.ndarray:
     """Make rows of the heads of a group: [segments, Hkv, group, rows, D] to [.., group * rows, D]."""
     return x.reshape(*x.shape[:2], -1, x.shape[-1])
 
 
-def _product(a: Array, b: Array, scratch: Array) -> Array:
+def _product(a: np.ndarray, b: np.ndarray, scratch: np.ndarray) -> np.ndarray:
     """Multiply batches of matrices into the start of ``scratch``: fresh pages cost more than BLAS."""
     shape = (*a.shape[:-1], b.shape[-1])
     return np.matmul(a, b, out=scratch[: math.prod(shape)].reshape(shape))

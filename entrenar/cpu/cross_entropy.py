@@ -6,8 +6,6 @@ reads it. Rows that do not count take no part in the products.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from entrenar import checks
@@ -26,7 +24,6 @@ __all__ = [
     "linear_cross_entropy",
 ]
 
-Array = np.ndarray[Any, Any]
 
 CHUNK_BYTES = 48 << 20
 """Most bytes of logits at a time: 250 rows of a vocabulary of 49152 in float32."""
@@ -36,20 +33,20 @@ ROW_BYTES = 1 << 20
 
 
 def cross_entropy_forward(
-    logits: Array, targets: Array, ignore_index: int = -100
-) -> tuple[Array, Array]:
+    logits: np.ndarray, targets: np.ndarray, ignore_index: int = -100
+) -> tuple[np.ndarray, np.ndarray]:
     """Compute what :func:`entrenar.reference.cross_entropy.cross_entropy_forward` computes, fast."""
     counted = check_cross_entropy("cross_entropy_forward", logits, targets, ignore_index)
     return _forward(logits, targets, counted)
 
 
 def cross_entropy_backward(
-    logits: Array,
-    targets: Array,
-    grad_scale: float | Array = 1.0,
+    logits: np.ndarray,
+    targets: np.ndarray,
+    grad_scale: float | np.ndarray = 1.0,
     ignore_index: int = -100,
-    out: Array | None = None,
-) -> Array:
+    out: np.ndarray | None = None,
+) -> np.ndarray:
     """Compute what :func:`entrenar.reference.cross_entropy.cross_entropy_backward` computes, fast."""
     op = "cross_entropy_backward"
     counted = check_cross_entropy(op, logits, targets, ignore_index)
@@ -57,8 +54,8 @@ def cross_entropy_backward(
 
 
 def causal_cross_entropy_forward(
-    logits: Array, tokens: Array, loss_start: int, loss_end: int
-) -> tuple[Array, Array]:
+    logits: np.ndarray, tokens: np.ndarray, loss_start: int, loss_end: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Compute what the reference's function of this name computes, fast."""
     op = "causal_cross_entropy_forward"
     targets, counted = check_causal(op, logits, tokens, loss_start, loss_end)
@@ -66,13 +63,13 @@ def causal_cross_entropy_forward(
 
 
 def causal_cross_entropy_backward(
-    logits: Array,
-    tokens: Array,
+    logits: np.ndarray,
+    tokens: np.ndarray,
     loss_start: int,
     loss_end: int,
-    grad_scale: float | Array = 1.0,
-    out: Array | None = None,
-) -> Array:
+    grad_scale: float | np.ndarray = 1.0,
+    out: np.ndarray | None = None,
+) -> np.ndarray:
     """Compute what the reference's function of this name computes, fast."""
     op = "causal_cross_entropy_backward"
     targets, counted = check_causal(op, logits, tokens, loss_start, loss_end)
@@ -80,14 +77,14 @@ def causal_cross_entropy_backward(
 
 
 def linear_cross_entropy(
-    hidden: Array,
-    weight: Array,
-    targets: Array,
+    hidden: np.ndarray,
+    weight: np.ndarray,
+    targets: np.ndarray,
     ignore_index: int = -100,
-    grad_scale: float | Array = 1.0,
+    grad_scale: float | np.ndarray = 1.0,
     chunk_rows: int = 256,
     need_grad: bool = True,
-) -> tuple[Array, Array, Array | None]:
+) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     """Compute what :func:`entrenar.reference.cross_entropy.linear_cross_entropy` computes, fast.
 
     Numerics: the loss sums rows in order. At most ``chunk_rows`` rows of logits, and at most
@@ -121,7 +118,9 @@ def _even_step(n_rows: int, most: int) -> int:
     return max(-(-n_rows // max(chunks, 1)), 1)
 
 
-def _softmax_in_place(logits: Array, targets: Array, probabilities: bool = True) -> Array:
+def _softmax_in_place(
+    logits: np.ndarray, targets: np.ndarray, probabilities: bool = True
+) -> np.ndarray:
     """Turn logits into softmax, or into scratch without ``probabilities``; return each row's loss."""
     losses = np.empty(len(logits), logits.dtype)
     step = max(ROW_BYTES // max(logits.shape[1] * logits.itemsize, 1), 1)
@@ -139,7 +138,9 @@ def _softmax_in_place(logits: Array, targets: Array, probabilities: bool = True)
     return losses
 
 
-def _forward(logits: Array, targets: Array, counted: Array) -> tuple[Array, Array]:
+def _forward(
+    logits: np.ndarray, targets: np.ndarray, counted: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     rows = np.flatnonzero(counted)
     step = max(ROW_BYTES // max(logits.shape[1] * logits.itemsize, 1), 1)
     losses = np.empty(len(rows), logits.dtype)
@@ -151,12 +152,12 @@ def _forward(logits: Array, targets: Array, counted: Array) -> tuple[Array, Arra
 
 def _backward(
     op: str,
-    logits: Array,
-    targets: Array,
-    counted: Array,
-    grad_scale: float | Array,
-    out: Array | None,
-) -> Array:
+    logits: np.ndarray,
+    targets: np.ndarray,
+    counted: np.ndarray,
+    grad_scale: float | np.ndarray,
+    out: np.ndarray | None,
+) -> np.ndarray:
     column = check_grad_scale(op, grad_scale, logits)
     scale = np.broadcast_to(column, (len(logits), 1))
     if out is None:

@@ -22,7 +22,7 @@ import torch
 
 from entrenar import runtime
 from entrenar.checks import check_same_dtype
-from entrenar.errors import DeviceError, LayoutError
+from entrenar.errors import DeviceError, DTypeError, LayoutError
 from entrenar.kernels.nf4_weight import NF4Weight
 from entrenar.optable import storage
 from entrenar.optable.row import Function
@@ -222,6 +222,7 @@ def _to_numpy(value: Any) -> Any:
 def _call_numpy(function: str, args: tuple[Any, ...], kwargs: dict[str, Any], stream: Any) -> Any:
     row = _row(function)
     given = _bind(function, args, kwargs)
+    _check_kinds(function, given)
     alike = {n: given[n] for n in row.alike if isinstance(given.get(n), torch.Tensor)}
     if any(
         t.dtype in _HALF for t in alike.values()
@@ -238,6 +239,29 @@ def _call_numpy(function: str, args: tuple[Any, ...], kwargs: dict[str, Any], st
             runtime.LaunchRecord(function, stream, tuple(reads), tuple(writes.values()), "numpy")
         )
     return result
+
+
+def _check_kinds(function: str, given: dict[str, Any]) -> None:
+    """Refuse what is no torch storage in a tensor's place; the launchers do the same."""
+    for name, may_be_none in _tensor_arguments(function):
+        value = given[name]
+        if not isinstance(value, torch.Tensor) and not (value is None and may_be_none):
+            got = "None" if value is None else f"a {type(value).__name__}"
+            raise DTypeError(
+                f"{function}: {name} is {got}, wanted a torch tensor",
+                "torch.from_numpy(array) views an ndarray",
+            )
+
+
+@functools.cache
+def _tensor_arguments(function: str) -> tuple[tuple[str, bool], ...]:
+    """Return the name of each argument that is a tensor, and whether it may be None."""
+    kinds = {"np.ndarray": False, "np.ndarray | None": True}
+    return tuple(
+        (name, kinds[parameter.annotation])
+        for name, parameter in _signature(function).parameters.items()
+        if parameter.annotation in kinds
+    )
 
 
 def _check_writable(row: Function, given: dict[str, Any]) -> None:

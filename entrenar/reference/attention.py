@@ -17,7 +17,6 @@ attention forward and backward passes; grouped heads as in Hugging Face ``repeat
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 
@@ -26,20 +25,19 @@ from entrenar.errors import ConfigError, DataError, ShapeMismatchError
 
 __all__ = ["attention_backward", "attention_forward"]
 
-Array = np.ndarray[Any, Any]
 Segment = tuple[int, int, int, int]
 
 
 def attention_forward(
-    q: Array,
-    k: Array,
-    v: Array,
-    cu_seqlens_q: Array | None = None,
-    cu_seqlens_k: Array | None = None,
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    cu_seqlens_q: np.ndarray | None = None,
+    cu_seqlens_k: np.ndarray | None = None,
     scale: float | None = None,
     causal: bool = True,
     window: int = 0,
-) -> tuple[Array, Array]:
+) -> tuple[np.ndarray, np.ndarray]:
     """Compute attention of each query over the visible keys of its own segment.
 
     Args:
@@ -79,18 +77,18 @@ def attention_forward(
 
 
 def attention_backward(
-    grad_out: Array,
-    q: Array,
-    k: Array,
-    v: Array,
-    out: Array,
-    lse: Array,
-    cu_seqlens_q: Array | None = None,
-    cu_seqlens_k: Array | None = None,
+    grad_out: np.ndarray,
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    out: np.ndarray,
+    lse: np.ndarray,
+    cu_seqlens_q: np.ndarray | None = None,
+    cu_seqlens_k: np.ndarray | None = None,
     scale: float | None = None,
     causal: bool = True,
     window: int = 0,
-) -> tuple[Array, Array, Array]:
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Compute the gradients of attention from its saved output and logsumexp.
 
         p = exp(s - lse);  dV = pᵀ dO;  dP = dO Vᵀ;  dS = p (dP - rowsum(dO * O))
@@ -140,7 +138,7 @@ def attention_backward(
     return grad_q, grad_k, grad_v
 
 
-def _visible(n_queries: int, n_keys: int, causal: bool, window: int) -> Array:
+def _visible(n_queries: int, n_keys: int, causal: bool, window: int) -> np.ndarray:
     last = np.arange(n_queries)[:, None] + n_keys - n_queries
     key = np.arange(n_keys)[None, :]
     visible = np.ones((n_queries, n_keys), bool)
@@ -151,25 +149,25 @@ def _visible(n_queries: int, n_keys: int, causal: bool, window: int) -> Array:
     return visible
 
 
-def _logsumexp(scores: Array) -> Array:
+def _logsumexp(scores: np.ndarray) -> np.ndarray:
     top = scores.max(axis=1, initial=-np.inf)
     shift = np.where(np.isneginf(top), 0, top)
     with np.errstate(all="ignore"):  # log(0) is the -inf of a row without keys
         return shift + np.log(np.exp(scores - shift[:, None]).sum(axis=1))
 
 
-def _probabilities(scores: Array, lse: Array) -> Array:
+def _probabilities(scores: np.ndarray, lse: np.ndarray) -> np.ndarray:
     with np.errstate(under="ignore"):
         return np.exp(scores - np.where(np.isneginf(lse), 0, lse)[:, None])
 
 
 def check_attention(
     op: str,
-    q: Array,
-    k: Array,
-    v: Array,
-    cu_seqlens_q: Array | None,
-    cu_seqlens_k: Array | None,
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    cu_seqlens_q: np.ndarray | None,
+    cu_seqlens_k: np.ndarray | None,
     scale: float | None,
     window: int,
 ) -> tuple[list[Segment], float]:
@@ -211,7 +209,7 @@ def check_attention(
     return list(pairs), scale
 
 
-def _bounds(op: str, name: str, cu_seqlens: Array, n_rows: int) -> list[int]:
+def _bounds(op: str, name: str, cu_seqlens: np.ndarray, n_rows: int) -> list[int]:
     checks.check_ndim(op, name, cu_seqlens, 1)
     checks.check_dtype(op, name, cu_seqlens, "int32")
     bounds = [int(bound) for bound in cu_seqlens]
@@ -224,7 +222,9 @@ def _bounds(op: str, name: str, cu_seqlens: Array, n_rows: int) -> list[int]:
     return bounds
 
 
-def check_saved(op: str, grad_out: Array, q: Array, out: Array, lse: Array) -> None:
+def check_saved(
+    op: str, grad_out: np.ndarray, q: np.ndarray, out: np.ndarray, lse: np.ndarray
+) -> None:
     """Check what the backward pass gets beside the arguments of the forward pass."""
     checks.check_shape(op, "grad_out", grad_out, q.shape, "it has the shape of q")
     checks.check_shape(op, "out", out, q.shape, "it has the shape of q")

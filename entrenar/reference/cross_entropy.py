@@ -13,8 +13,6 @@ Hsu et al., "Liger Kernel" (arXiv:2410.10989), section 3.2.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from entrenar import checks
@@ -28,12 +26,10 @@ __all__ = [
     "linear_cross_entropy",
 ]
 
-Array = np.ndarray[Any, Any]
-
 
 def cross_entropy_forward(
-    logits: Array, targets: Array, ignore_index: int = -100
-) -> tuple[Array, Array]:
+    logits: np.ndarray, targets: np.ndarray, ignore_index: int = -100
+) -> tuple[np.ndarray, np.ndarray]:
     """Sum the cross entropy of the rows that count.
 
     Args:
@@ -55,12 +51,12 @@ def cross_entropy_forward(
 
 
 def cross_entropy_backward(
-    logits: Array,
-    targets: Array,
-    grad_scale: float | Array = 1.0,
+    logits: np.ndarray,
+    targets: np.ndarray,
+    grad_scale: float | np.ndarray = 1.0,
     ignore_index: int = -100,
-    out: Array | None = None,
-) -> Array:
+    out: np.ndarray | None = None,
+) -> np.ndarray:
     """Compute the gradient of ``grad_scale`` times the summed loss.
 
     Args:
@@ -85,8 +81,8 @@ def cross_entropy_backward(
 
 
 def causal_cross_entropy_forward(
-    logits: Array, tokens: Array, loss_start: int, loss_end: int
-) -> tuple[Array, Array]:
+    logits: np.ndarray, tokens: np.ndarray, loss_start: int, loss_end: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Sum the cross entropy of predicting the next token, over a window of positions.
 
     Args:
@@ -111,13 +107,13 @@ def causal_cross_entropy_forward(
 
 
 def causal_cross_entropy_backward(
-    logits: Array,
-    tokens: Array,
+    logits: np.ndarray,
+    tokens: np.ndarray,
     loss_start: int,
     loss_end: int,
-    grad_scale: float | Array = 1.0,
-    out: Array | None = None,
-) -> Array:
+    grad_scale: float | np.ndarray = 1.0,
+    out: np.ndarray | None = None,
+) -> np.ndarray:
     """Compute the gradient of ``grad_scale`` times the summed next-token loss of a window.
 
     Args:
@@ -142,14 +138,14 @@ def causal_cross_entropy_backward(
 
 
 def linear_cross_entropy(
-    hidden: Array,
-    weight: Array,
-    targets: Array,
+    hidden: np.ndarray,
+    weight: np.ndarray,
+    targets: np.ndarray,
     ignore_index: int = -100,
-    grad_scale: float | Array = 1.0,
+    grad_scale: float | np.ndarray = 1.0,
     chunk_rows: int = 256,
     need_grad: bool = True,
-) -> tuple[Array, Array, Array | None]:
+) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     """Compute cross entropy of ``hidden @ weight.T`` and its gradient, without all the logits.
 
     Args:
@@ -185,13 +181,13 @@ def linear_cross_entropy(
     return loss, np.asarray(counted.sum(), np.int64), grad_hidden
 
 
-def _log_softmax(logits: Array) -> Array:
+def _log_softmax(logits: np.ndarray) -> np.ndarray:
     with np.errstate(all="ignore"):  # inf and NaN in a row are meant to reach its result
         shifted = logits - logits.max(axis=1, keepdims=True, initial=-np.inf)
         return shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
 
 
-def _loss_sum(logits: Array, targets: Array, counted: Array) -> Array:
+def _loss_sum(logits: np.ndarray, targets: np.ndarray, counted: np.ndarray) -> np.ndarray:
     """Sum the loss of the counted rows; the other rows are never looked at."""
     rows = np.flatnonzero(counted)
     log_p = _log_softmax(logits[rows])
@@ -200,12 +196,12 @@ def _loss_sum(logits: Array, targets: Array, counted: Array) -> Array:
 
 def _gradient(
     op: str,
-    logits: Array,
-    targets: Array,
-    counted: Array,
-    grad_scale: float | Array,
-    out: Array | None,
-) -> Array:
+    logits: np.ndarray,
+    targets: np.ndarray,
+    counted: np.ndarray,
+    grad_scale: float | np.ndarray,
+    out: np.ndarray | None,
+) -> np.ndarray:
     scale = np.broadcast_to(check_grad_scale(op, grad_scale, logits), (len(logits), 1))
     rows = np.flatnonzero(counted)
     with np.errstate(under="ignore"):
@@ -220,7 +216,7 @@ def _gradient(
     return out
 
 
-def check_grad_scale(op: str, grad_scale: float | Array, rows: Array) -> Array:
+def check_grad_scale(op: str, grad_scale: float | np.ndarray, rows: np.ndarray) -> np.ndarray:
     """Return ``grad_scale`` as a column, [1, 1] or [n, 1], in the dtype of ``rows``."""
     scale = np.asarray(grad_scale, rows.dtype)
     if scale.shape not in ((), (1,), rows.shape[:1]):
@@ -231,7 +227,9 @@ def check_grad_scale(op: str, grad_scale: float | Array, rows: Array) -> Array:
     return scale.reshape(-1, 1)
 
 
-def check_cross_entropy(op: str, logits: Array, targets: Array, ignore_index: int) -> Array:
+def check_cross_entropy(
+    op: str, logits: np.ndarray, targets: np.ndarray, ignore_index: int
+) -> np.ndarray:
     """Check logits and targets; return which rows count."""
     checks.check_ndim(op, "logits", logits, 2)
     checks.check_dtype(op, "logits", logits)
@@ -239,7 +237,9 @@ def check_cross_entropy(op: str, logits: Array, targets: Array, ignore_index: in
     return check_targets(op, targets, n_rows, n_cols, targets != ignore_index)
 
 
-def check_targets(op: str, targets: Array, n_rows: int, n_cols: int, counted: Array) -> Array:
+def check_targets(
+    op: str, targets: np.ndarray, n_rows: int, n_cols: int, counted: np.ndarray
+) -> np.ndarray:
     """Check the targets of the rows that count, and return which do."""
     checks.check_dtype(op, "targets", targets, "int64")
     checks.check_shape(op, "targets", targets, (n_rows,), "one target a row")
@@ -254,8 +254,8 @@ def check_targets(op: str, targets: Array, n_rows: int, n_cols: int, counted: Ar
 
 
 def check_causal(
-    op: str, logits: Array, tokens: Array, loss_start: int, loss_end: int
-) -> tuple[Array, Array]:
+    op: str, logits: np.ndarray, tokens: np.ndarray, loss_start: int, loss_end: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Check logits, tokens and window; return the target of each row and which rows count."""
     checks.check_ndim(op, "logits", logits, 2)
     checks.check_dtype(op, "logits", logits)
@@ -274,8 +274,13 @@ def check_causal(
 
 
 def check_linear(
-    op: str, hidden: Array, weight: Array, targets: Array, ignore_index: int, chunk_rows: int
-) -> Array:
+    op: str,
+    hidden: np.ndarray,
+    weight: np.ndarray,
+    targets: np.ndarray,
+    ignore_index: int,
+    chunk_rows: int,
+) -> np.ndarray:
     """Check the arguments of the linear form; return which rows count."""
     checks.check_ndim(op, "hidden", hidden, 2)
     checks.check_shape(op, "weight", weight, (-1, hidden.shape[1]), "weight is [V, H]")

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import pytest
 import torch
 
 from entrenar import runtime
+from entrenar.errors import DTypeError
 from entrenar.kernels import clip
+from entrenar.optable import call
 from entrenar.testing import poisoned
 
 
@@ -52,12 +56,30 @@ def test_squares_past_half_precision(device: str) -> None:
 
 
 def test_zeros_and_nothing(device: str) -> None:
-    """https://github.com/kozistr/pytorch_optimizer/issues/431, NVIDIA/Megatron-LM/issues/5529."""
+    """https://github.com/kozistr/pytorch_optimizer/issues/431 and
+    https://github.com/NVIDIA/Megatron-LM/issues/5529: no gradient at all crashed the clip.
+    """
     for flat in (torch.zeros(4, device=device), torch.zeros(0, device=device)):
         with poisoned():
             norm, factor, skip = clip.clip_factor(flat, 1.0)
         assert (norm.item(), factor.item(), skip.item()) == (0.0, 1.0, 0)
         assert clip.clip_grad_norm(flat, 1.0).item() == 0.0
+
+
+@pytest.mark.parametrize("function", ["grad_norm", "clip_factor", "clip_grad_norm"])
+def test_gradients_come_as_one_storage(device: str, function: str) -> None:
+    """https://github.com/pytorch/pytorch/issues/148259: the norm exhausted a generator of parameters,
+    the scaling saw nothing, and clipping silently did nothing.
+    """
+    flat = torch.tensor([30.0, 40.0], device=device)
+    limit = () if function == "grad_norm" else (1.0,)
+    for given in ((t for t in [flat]), [flat]):
+        for where in (getattr(clip, function), functools.partial(call, function)):
+            with pytest.raises(DTypeError, match=rf"{function}: flat is a (generator|list)"):
+                where(given, *limit)
+    assert flat.tolist() == [30.0, 40.0]
+    assert clip.clip_grad_norm(flat, 1.0).item() == pytest.approx(50.0, rel=1e-6)
+    np.testing.assert_allclose(flat.cpu(), [0.6, 0.8], rtol=1e-6)
 
 
 def test_twice_in_a_row_gives_the_same(device: str) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from entrenar import runtime
 from entrenar.errors import DTypeError
-from entrenar.optable import FUNCTIONS, OPS
+from entrenar.optable import FUNCTIONS, OPS, call
 from entrenar.testing import to_storage
 
 _FAMILIES = (
@@ -51,3 +51,25 @@ def test_named_and_refused(device: str, op: Any, name: str) -> None:
             with pytest.raises(DTypeError, match=f"{op.forward.name}: {name} is "):
                 _launcher(op.forward.name)(**{**given, name: wrong})
     assert not launches
+
+
+def _required(function: str) -> list[str]:
+    """Return the arguments of the reference that must be arrays."""
+    module = importlib.import_module(f"entrenar.reference.{FUNCTIONS[function].family}")
+    parameters = inspect.signature(getattr(module, function)).parameters
+    return [name for name, p in parameters.items() if p.annotation == "np.ndarray"]
+
+
+@pytest.mark.parametrize("op", OPS.values(), ids=list(OPS))
+def test_numpy_refuses_them_alike(op: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """https://github.com/pytorch/pytorch/issues/148259: a generator of tensors is none either."""
+    monkeypatch.delenv("ENTRENAR_BACKEND", raising=False)
+    arguments = op.samples[0].make(np.random.default_rng(0))
+    given = {key: to_storage(value, "float32", "cpu") for key, value in arguments.items()}
+    names = _required(op.forward.name)
+    assert names or op.name == "nf4_dequantize"  # which takes a weight alone
+    for name in names:
+        tensor = given[name]
+        for wrong in (None, tensor.numpy(), [tensor], (t for t in [tensor])):
+            with pytest.raises(DTypeError, match=f"{op.forward.name}: {name} is "):
+                call(op.forward.name, **{**given, name: wrong})
