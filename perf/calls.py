@@ -33,20 +33,28 @@ class Maker:
         tokens: Rows of activations.
         device: Where storage lies.
         values: Whether to fill it; storage that is only compiled for stays zero and is never touched.
+        rng: Where values come from; one after the other, so that no two operands are alike.
     """
 
     dtype: torch.dtype
     tokens: int = 512
     device: str = "cpu"
     values: bool = False
+    rng: np.random.Generator = dataclasses.field(
+        default_factory=lambda: np.random.default_rng(0), compare=False
+    )
 
     def floats(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return floating storage; normal numbers where values matter."""
         if not self.values:
             return torch.zeros(shape, dtype=dtype or self.dtype, device=self.device)
-        rng = np.random.default_rng(math.prod(shape) % 65521)
-        numbers = torch.from_numpy(rng.standard_normal(shape, np.float32))
-        return numbers.to(self.device, dtype or self.dtype)
+        if self.device == "cpu":
+            numbers = torch.from_numpy(self.rng.standard_normal(shape, np.float32))
+            return numbers.to(dtype or self.dtype)
+        generator = torch.Generator(self.device).manual_seed(int(self.rng.integers(2**62)))
+        return torch.randn(shape, generator=generator, device=self.device, dtype=torch.float32).to(
+            dtype or self.dtype
+        )
 
     def integers(self, n: int, high: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         """Return ``n`` integers below ``high``, no two alike where they fit."""
