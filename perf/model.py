@@ -139,7 +139,7 @@ def registers_of(cubin: bytes) -> int:
     Raises:
         KernelError: The object file does not tell.
     """
-    from perf.static import nvidia_tool
+    from perf.static_rows import nvidia_tool
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)

@@ -1,83 +1,41 @@
 """Compile every kernel for GPUs offline and read what the compiler made of it; no GPU is needed.
 
-    python -m perf static --targets sm_80,sm_90,gfx942 --json -
+    python -m perf static                              a table for sm_80, sm_90 and gfx942
+    python -m perf static --targets all --json PATH    rows, all targets
 
 Launchers are called on storage of a model's sizes (perf.calls) and the kernels they would launch are
 taken in place of a launch, with the constants, specialisation and options they chose. Each is compiled
-for each target in a worker process. A row is a fault where a register spills to memory, where an fp64
-instruction appears, or where a product of 16-bit operands goes without matrix instructions: wgmma on
-sm_90 for tiles of at least 64 rows.
+for each target in a worker process; rows are kept (perf.static_cache), so that a second run compiles what
+changed alone. A row is a fault where a register spills to memory, where more shared memory is asked for
+than the target has, where an fp64 instruction appears, or where a product of 16-bit operands goes without
+matrix instructions: wgmma on sm_90 for tiles of at least 64 rows.
 """
 
 from __future__ import annotations
 
 import argparse
 import concurrent.futures
-import dataclasses
 import importlib
 import multiprocessing
 import os
-import re
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from entrenar.emulator.targets import shared_memory_bytes
 from perf.output import write_json
+from perf.static_cache import RowCache, cache_folder
+from perf.static_rows import Spec, compile_row, faults
 
-__all__ = ["Spec", "collect", "faults", "main", "rows"]
+__all__ = ["ALL_TARGETS", "collect", "main", "rows", "table"]
 
 Row = dict[str, Any]
 TARGETS = "sm_80,sm_90,gfx942"
-_MATRIX = re.compile(r"\b([HIQO]MMA|DMMA|[HIQ]GMMA|UTC\w*MMA)\b")
-_WGMMA = re.compile(r"\b[HIQ]GMMA\b")
-_FP64 = re.compile(r"\bD(?:ADD|MUL|FMA|SETP|MNMX)\b|\.F64\b")
-_GLOBAL = re.compile(r"\b(?:LDG|STG|LDGSTS|RED|ATOMG)(?:\.[\w.]+)?")
-_AMD_MATRIX = re.compile(r"\bv_(?:mfma|wmma|smfmac)_")
-_AMD_FP64 = re.compile(r"\bv_(?!mfma|cndmask)\w+_f64\b")
-_AMD_GLOBAL = re.compile(r"\b(?:global|buffer|flat)_(?:load|store)_\w+")
-
-
-@dataclasses.dataclass(frozen=True)
-class Spec:
-    """A kernel with everything that decides its code but the target.
-
-    Attributes:
-        module: Module of the kernel.
-        kernel: Its name.
-        op: The launcher that launches it.
-        dtype: ``"fp32"``, ``"fp16"`` or ``"bf16"``: that of the call.
-        shape: Sizes of the call.
-        signature: Triton's type of each parameter.
-        constants: Values of constexpr parameters, of those that are None and those that are 1.
-        aligned: Positions of parameters that divide by 16.
-        options: Warps, stages and the like.
-    """
-
-    module: str
-    kernel: str
-    op: str
-    dtype: str
-    shape: str
-    signature: dict[str, str]
-    constants: dict[str, Any]
-    aligned: tuple[int, ...]
-    options: dict[str, Any]
-
-    @property
-    def key(self) -> str:
-        """Equal for two calls that compile to the same code."""
-        parts = (self.module, self.kernel, self.signature, self.constants, self.aligned)
-        return repr((*parts, sorted(self.options.items())))
-
-    @property
-    def config(self) -> str:
-        """Constants in capitals and options, readable."""
-        shown = {k: v for k, v in self.constants.items() if k.isupper()} | self.options
-        return " ".join(f"{k}={v}" for k, v in shown.items())
+ALL_TARGETS = (
+    "sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx90a", "gfx942", "gfx1100",
+)  # fmt: skip
+# bf16 needs sm_80.
+_DTYPES_OF = {"sm_75": ("fp32", "fp16")}
 
 
 def collect(target: str, dtypes: Sequence[str], only: str = "") -> list[Spec]:
@@ -141,147 +99,27 @@ def _spec(op: str, dtype: str, shape: str, kernel: Any, given: dict[str, Any]) -
     options = {k: v for k, v in given.items() if k not in names}
     return Spec(
         kernel.fn.__module__, kernel.fn.__name__, op, dtype, shape,
-        signature, constants, tuple(aligned), options,
+        signature, constants, tuple(aligned), options, kernel.cache_key,
     )  # fmt: skip
-
-
-def compile_row(spec: Spec, target: str) -> Row:
-    """Compile for one target and read the result; runs in a worker process."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    from entrenar.kernels import _launch  # noqa: F401  settles fp fusion for every compilation
-
-    kernel = getattr(importlib.import_module(spec.module), spec.kernel)
-    attributes = {(i,): [["tt.divisibility", 16]] for i in spec.aligned}
-    source = ASTSource(kernel, spec.signature, constexprs=spec.constants, attrs=attributes)
-    if target.startswith("sm_"):
-        machine = GPUTarget("cuda", int(target[3:]), 32)
-    else:
-        machine = GPUTarget("hip", target, 32 if target.startswith(("gfx11", "gfx12")) else 64)
-    row: Row = {
-        "kernel": spec.kernel,
-        "op": spec.op,
-        "dtype": spec.dtype,
-        "config": spec.config,
-        "shape": spec.shape,
-        "target": target,
-    }
-    try:
-        compiled = triton.compile(source, target=machine, options=spec.options)
-    except Exception as error:  # whatever a compiler raises is this row's finding
-        return {**row, "error": f"{type(error).__name__}: {error}"[:500]}
-    row |= _read_nvidia(compiled) if target.startswith("sm_") else _read_amd(compiled)
-    heights = [
-        int(n) for n in re.findall(r"tt\.dot .*-> tensor<(?:\d+x)??(\d+)x\d+x", _ttir(compiled))
-    ]
-    row["shared_bytes"] = int(compiled.metadata.shared)
-    row["has_dot"], row["tile_m"] = bool(heights), max(heights, default=None)
-    return row
-
-
-def _ttir(compiled: Any) -> str:
-    text = compiled.asm["ttir"]
-    return text if isinstance(text, str) else text.decode()
-
-
-def nvidia_tool(name: str) -> str:
-    """Return the path of a tool that triton brings, such as ``"cuobjdump"``."""
-    import triton
-
-    return str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name)
-
-
-def _read_nvidia(compiled: Any) -> Row:
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-
-        def run(*options: str) -> str:
-            command = [nvidia_tool("cuobjdump"), *options, file.name]
-            return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-        usage = run("-res-usage")
-        code = run("-sass")
-    registers, stack, local = (
-        max((int(n) for n in re.findall(rf"\b{field}:(\d+)", usage)), default=0)
-        for field in ("REG", "STACK", "LOCAL")
-    )
-    return {
-        "registers": registers,
-        "spill_bytes": max(stack, local),
-        "wgmma": len(_WGMMA.findall(code)),
-        **_count(code, _MATRIX, _FP64, _GLOBAL, ".128"),
-    }
-
-
-def _read_amd(compiled: Any) -> Row:
-    code = compiled.asm["amdgcn"]
-
-    def field(name: str) -> int:
-        return max((int(n) for n in re.findall(rf"\.{name}:\s*(\d+)", code)), default=0)
-
-    return {
-        "registers": field("vgpr_count"),
-        "spill_bytes": 4 * field("vgpr_spill_count"),
-        "wgmma": 0,
-        **_count(code, _AMD_MATRIX, _AMD_FP64, _AMD_GLOBAL, "x4"),
-    }
-
-
-def _count(
-    code: str,
-    matrix: re.Pattern[str],
-    fp64: re.Pattern[str],
-    accesses: re.Pattern[str],
-    widest: str,
-) -> Row:
-    found = accesses.findall(code)
-    wide = sum(widest in access for access in found)
-    return {
-        "matrix_instructions": len(matrix.findall(code)),
-        "ldst128_share": round(wide / len(found), 3) if found else None,
-        "fp64": len(fp64.findall(code)),
-    }
-
-
-def shared_limit(target: str) -> int:
-    """Return the bytes of shared memory a program may use on a target."""
-    if target.startswith("gfx"):
-        return 64 << 10
-    return shared_memory_bytes(target)
-
-
-def faults(row: Row) -> list[str]:
-    """Return what a row must not show, a phrase each."""
-    if "error" in row:
-        return [row["error"]]
-    found = []
-    if row["spill_bytes"]:
-        found.append(f"spills {row['spill_bytes']} bytes")
-    limit = shared_limit(row["target"])
-    if row["shared_bytes"] > limit:
-        found.append(f"needs {row['shared_bytes']} bytes of shared memory where {limit} are")
-    if row["fp64"]:
-        found.append(f"has {row['fp64']} fp64 instructions")
-    if row["has_dot"] and row["dtype"] in ("fp16", "bf16") and not row["matrix_instructions"]:
-        found.append("multiplies without matrix instructions")
-    elif (
-        row["target"] == "sm_90"
-        and row["has_dot"]
-        and row["dtype"] in ("fp16", "bf16")
-        and row["tile_m"] >= 64
-        and not row["wgmma"]
-    ):
-        found.append(f"has a tile of {row['tile_m']} rows and no wgmma")
-    return found
 
 
 def _pool(workers: int) -> concurrent.futures.ProcessPoolExecutor:
     # spawn: a fresh interpreter each, in which kernels were not imported yet
     context = multiprocessing.get_context("spawn")
     return concurrent.futures.ProcessPoolExecutor(workers, mp_context=context)
+
+
+def _specs(
+    targets: Sequence[str], dtypes: Sequence[str], only: str, workers: int
+) -> list[tuple[Spec, str]]:
+    """Collect what each target would be launched with; a process of its own for each."""
+    asked = [[d for d in dtypes if d in _DTYPES_OF.get(t, dtypes)] for t in targets]
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(
+        min(workers, len(targets) or 1), mp_context=context, max_tasks_per_child=1
+    ) as pool:
+        found = list(pool.map(collect, targets, asked, [only] * len(targets)))
+    return [(spec, target) for target, specs in zip(targets, found, strict=True) for spec in specs]
 
 
 def rows(
@@ -291,31 +129,103 @@ def rows(
     workers: int | None = None,
     progress: Callable[[int, int], None] | None = None,
     one_each: bool = False,
+    cache: Path | None = None,
 ) -> list[Row]:
     """Compile every kernel for every target; return one row each, in a fixed order.
 
     Args:
         targets: Such as ``"sm_90"`` or ``"gfx942"``.
-        dtypes: Dtypes of the calls.
+        dtypes: Dtypes of the calls; bf16 is left out on sm_75, which has none.
         only: Part of a launcher's name, to compile its kernels alone.
         workers: Processes; the cores of the machine where None.
         progress: Called with (rows done, rows in all).
         one_each: Compile each kernel in the first configuration it is launched in alone.
+        cache: Folder of rows from earlier runs; None compiles all.
     """
-    work: list[tuple[Spec, str]] = []
-    for target in targets:
-        with _pool(1) as pool:
-            specs = pool.submit(collect, target, list(dtypes), only).result()
-        if one_each:
-            specs = list({(s.module, s.kernel): s for s in reversed(specs)}.values())
-        work += [(spec, target) for spec in specs]
-    done: list[Row] = []
-    with _pool(workers or os.cpu_count() or 1) as pool:
-        for row in pool.map(compile_row, *zip(*work, strict=True), chunksize=4) if work else ():
-            done.append(row)
-            if progress:
-                progress(len(done), len(work))
-    return done
+    count = workers or os.cpu_count() or 1
+    work = _specs(targets, dtypes, only, count)
+    if one_each:
+        work = list({(s.module, s.kernel, t): (s, t) for s, t in reversed(work)}.values())[::-1]
+    kept = RowCache(cache)
+    identities = [f"{target}\0{spec.key}" for spec, target in work]
+    found: dict[int, Row] = {}
+    for index, (identity, (spec, target)) in enumerate(zip(identities, work, strict=True)):
+        row = kept.get(identity)
+        if row is not None:
+            found[index] = {**row, **spec.describe(target)}
+    missing = [index for index in range(len(work)) if index not in found]
+    if missing:
+        with _pool(count) as pool:
+            arguments = zip(*(work[index] for index in missing), strict=True)
+            for index, row in zip(
+                missing, pool.map(compile_row, *arguments, chunksize=4), strict=True
+            ):
+                found[index] = row
+                kept.put(identities[index], row)
+                if progress:
+                    progress(len(found), len(work))
+    return [found[index] for index in range(len(work))]
+
+
+_COLUMNS = (
+    "kernel", "target", "rows", "registers", "spilled", "shared", "of limit", "matrix", "wgmma",
+    "128-bit", "async", "fp64", "faults",
+)  # fmt: skip
+
+
+def table(found: Iterable[Row]) -> str:
+    """Return the rows as text, a line for each kernel and target: the worst of its configurations.
+
+    Registers, spilled bytes, shared memory and fp64 instructions are the most of any configuration;
+    matrix instructions, asynchronous copies and the share of 128-bit global accesses the least.
+    """
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in found:
+        groups.setdefault((row["kernel"].strip("_").removesuffix("_kernel"), row["target"]), [])
+        groups[row["kernel"].strip("_").removesuffix("_kernel"), row["target"]].append(row)
+    lines = [_COLUMNS]
+    for (kernel, target), members in sorted(groups.items()):
+        good = [row for row in members if "error" not in row]
+        lines.append((kernel, target, str(len(members)), *_worst(good), _faulty(members)))
+    widths = [max(len(line[i]) for line in lines) for i in range(len(_COLUMNS))]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if i < 2 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )
+
+
+def _worst(members: list[Row]) -> tuple[str, ...]:
+    if not members:
+        return ("-",) * 9
+
+    def most(field: str) -> int:
+        return max(row[field] for row in members)
+
+    def least(field: str, among: list[Row]) -> str:
+        values = [row[field] for row in among if row[field] is not None]
+        return f"{min(values):g}" if values else "-"
+
+    # products of fp32 operands go without the matrix units, so they say nothing of the others
+    dots = [row for row in members if row["has_dot"] and row["dtype"] != "fp32"]
+    share = max(row["shared_bytes"] / row["shared_limit"] for row in members)
+    return (
+        str(most("registers")),
+        str(most("spill_bytes")),
+        str(most("shared_bytes")),
+        f"{share:.0%}",
+        least("matrix_instructions", dots),
+        least("wgmma", dots),
+        least("ldst128_share", members),
+        least("async_copies", members),
+        str(most("fp64")),
+    )
+
+
+def _faulty(members: list[Row]) -> str:
+    return str(sum(bool(faults(row)) for row in members))
 
 
 def _split(text: str) -> list[str]:
@@ -343,12 +253,19 @@ def main(arguments: list[str]) -> int:
         description=__doc__,
         formatter_class=argparse.RawTextHelpFormatter,
     )
-    parser.add_argument("--targets", default=TARGETS, help=f"comma-separated; default {TARGETS}")
+    parser.add_argument(
+        "--targets", default=TARGETS, help=f"comma-separated, or all; default {TARGETS}"
+    )
     parser.add_argument("--dtypes", default="fp32,fp16,bf16", help="comma-separated")
     parser.add_argument("--only", default="", help="part of a launcher's name")
     parser.add_argument("--workers", type=int, default=None, help="processes")
-    parser.add_argument("--json", default="-", help="a path, or - for standard output")
+    parser.add_argument("--no-cache", action="store_true", help="compile everything again")
+    parser.add_argument("--json", help="write rows to a path, or to standard output with -")
     options = parser.parse_args(arguments)
+    targets = list(ALL_TARGETS) if options.targets == "all" else _split(options.targets)
+    unknown = [target for target in targets if target not in ALL_TARGETS]
+    if unknown:
+        parser.error(f"unknown target {unknown[0]}; there are {', '.join(ALL_TARGETS)}")
     # each worker compiles alone; threads under it would only contend
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -356,10 +273,14 @@ def main(arguments: list[str]) -> int:
         if sys.stderr.isatty():
             print(f"\r{done} of {total}", end="", file=sys.stderr, flush=True)
 
+    cache = None if options.no_cache else cache_folder()
     found = rows(
-        _split(options.targets), _split(options.dtypes), options.only, options.workers, progress
+        targets, _split(options.dtypes), options.only, options.workers, progress, cache=cache
     )
-    write_json(found, options.json)
+    if options.json:
+        write_json(found, options.json)
+    else:
+        print(table(found))
     bad = _report(found)
     print(f"{len(found)} kernels compiled, {bad} with a fault", file=sys.stderr)
     return 1 if bad else 0

@@ -174,7 +174,7 @@ os.environ["ENTRENAR_BACKEND"], os.environ["ENTRENAR_PTX_TARGET"] = "ptx", "sm_9
 from entrenar.emulator import install_driver
 from entrenar.kernels.nf4 import nf4_dequantize
 from perf.calls import DTYPES, Maker
-from perf.static import nvidia_tool
+from perf.static_rows import nvidia_tool
 driver = install_driver("sm_90", counters=True)
 nf4_dequantize(Maker(DTYPES[{dtype!r}], 64, values=True).nf4(64, 2048, {double}))
 done = driver.last
