@@ -61,6 +61,7 @@ class Implementation:
         gradient: Like ``prepare`` for the gradients, where autograd does not give them.
         passes: Which passes it has.
         frozen: Its backward pass computes no gradient of weights.
+        spends: Its backward pass overwrites what the forward pass saved, which is restored.
     """
 
     package: str
@@ -71,6 +72,7 @@ class Implementation:
     gradient: Callable[[Op, Arguments], Compute] | None = None
     passes: tuple[str, ...] = ("forward", "backward")
     frozen: bool = False
+    spends: bool = False
 
 
 def _baseline(op: Op, given: Arguments) -> Compute:
@@ -286,7 +288,7 @@ _OTHERS: dict[str, tuple[Implementation, ...]] = {
     "rms_norm_residual": (Implementation(LIGER, _liger_added_rms_norm),),
     "layer_norm": (Implementation(LIGER, _liger_layer_norm),),
     "swiglu": (
-        Implementation(LIGER, _liger_swiglu),
+        Implementation(LIGER, _liger_swiglu, spends=True),
         Implementation(UNSLOTH, _unsloth_swiglu, passes=("forward",)),
     ),
     "rope": (Implementation(LIGER, _liger_rope),),
@@ -360,6 +362,9 @@ def _backward(found: Implementation, work: Work, call: Pass) -> Variant:
     def restore() -> None:
         for target, source in zip(grads, work.grads, strict=True):
             target.copy_(source)
+        if found.spends:
+            for name, leaf in leaves.items():
+                leaf.data.copy_(work.given[name])  # of which autograd counts no version
 
     return Variant(lambda: torch.autograd.grad(chosen, wanted, grads, retain_graph=True), restore)
 
