@@ -2,23 +2,22 @@
 
     python -m perf gpu --out DIR --minutes 9
 
-Appends to ``DIR/results.jsonl``, a JSON object a line, and ``DIR/log.txt`` as it goes, so that a run cut
-short keeps what it has. First the roofs of this machine, copy bandwidth and torch's bf16 product; then
-the op suite on the GPU; then each launcher at a model's sizes (perf.calls) beside torch's own function.
-A timing is the median of many, between events on the stream, with the second-level cache overwritten
-before each, and the two variants taking turns. Exits 3 where there is no GPU.
+Appends to ``DIR/results.jsonl``, a JSON object a line, and ``DIR/log.txt`` as it goes, so that a run cut short
+keeps what it has. Each part is a process of its own with a share of the time; one that hangs is ended with all
+it started, and the next begins. First the op suite on the GPU, then every op at a model's sizes beside torch,
+Liger, bitsandbytes and Unsloth (perf.kernels), the tests of streams and graphs, launches of a training step,
+the step itself where ``--model`` names one, then other token counts, models and dtypes. A peer that is not
+installed is stated as absent. Exits 3 where there is no GPU, 1 where a part failed or tests were cut off.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import importlib
-import inspect
+import dataclasses
 import json
-import platform
+import os
 import re
-import statistics
+import signal
 import subprocess
 import sys
 import time
@@ -27,16 +26,15 @@ from pathlib import Path
 from typing import Any
 
 from entrenar import runtime
+from perf.timing import environment, version
 
-__all__ = ["main", "parse_counts", "quantiles"]
+__all__ = ["Part", "Results", "main", "parse_counts", "parts", "run_child", "run_parts"]
 
-# Most valuable first: what a QLoRA step spends its time in, then the rest.
-ORDER = (
-    "lora", "nf4_gemm", "attention", "gemm", "cross_entropy", "nf4", "rms_norm", "swiglu", "rope",
-    "adamw", "clip", "softmax", "embedding", "elementwise",
-)  # fmt: skip
-CACHE_BYTES = 256 << 20
-SHARE_FOR_TESTS = 0.4
+ROOT = Path(__file__).resolve().parents[1]
+PEERS = ("torch", "liger-kernel", "bitsandbytes", "unsloth")
+RESERVE_S, LEAST_S = 5.0, 10.0
+TAIL = 100_000
+Child = Callable[[tuple[str, ...], Path, float], tuple[int | None, str]]
 
 
 class Results:
@@ -44,77 +42,80 @@ class Results:
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
         self.rows, self.log = folder / "results.jsonl", folder / "log.txt"
 
     def add(self, kind: str, **fields: Any) -> None:
         """Append a row, and the same to the log."""
         row = {"kind": kind, **fields}
-        with self.rows.open("a") as file:
+        with self.rows.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
-        self.say(
-            " ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items())
-        )
+        told = (f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items())
+        self.say(" ".join(told))
 
     def say(self, text: str) -> None:
         """Append a line to the log and show it."""
-        with self.log.open("a") as file:
+        with self.log.open("a", encoding="utf-8") as file:
             file.write(text + "\n")
         print(text, flush=True)
 
 
-def quantiles(times: list[float]) -> dict[str, float]:
-    """Return the median and the 20th and 80th percentile of times in milliseconds."""
-    cuts = statistics.quantiles(times, n=10, method="inclusive")
-    return {"ms": statistics.median(times), "ms_20": cuts[1], "ms_80": cuts[7]}
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One process of the run.
+
+    Attributes:
+        name: As it stands in the rows.
+        command: What runs, from the repository's root.
+        share: Most of the whole time that it may take.
+        tests: Its output ends with pytest's counts.
+        rows: A JSON file it writes, whose rows are added to the results, or None where it appends itself.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    share: float
+    tests: bool = False
+    rows: Path | None = None
 
 
-def time_turns(
-    variants: dict[str, Callable[[], Any]], repeats: int = 30, seconds: float = 2.0
-) -> dict[str, dict[str, float]]:
-    """Time variants in turn, each with a cold cache; return quantiles by name.
+def parts(results: Results, model: Path | None) -> Iterator[Part]:
+    """Yield what is run, most valuable first.
 
     Args:
-        variants: What to call; each is called three times untimed first.
-        repeats: Rounds.
-        seconds: Rounds end early after this long, but not before five.
+        results: Where rows go.
+        model: A model folder or file for the training step, or None.
     """
-    import torch
 
-    dirty = torch.empty(CACHE_BYTES, dtype=torch.uint8, device="cuda")
-    for run in variants.values():
-        for _ in range(3):
-            run()
-    torch.cuda.synchronize()
-    times: dict[str, list[float]] = {name: [] for name in variants}
-    start = time.perf_counter()
-    for turn in range(repeats):
-        if turn >= 5 and time.perf_counter() - start > seconds:
-            break
-        for name, run in variants.items():
-            dirty.zero_()
-            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            before.record()
-            run()
-            after.record()
-            after.synchronize()
-            times[name].append(before.elapsed_time(after))
-    return {name: quantiles(found) for name, found in times.items()}
+    def python(*arguments: str) -> tuple[str, ...]:
+        return (sys.executable, "-m", *arguments)
 
+    def tests(*arguments: str) -> tuple[str, ...]:
+        return python("pytest", *arguments, "-q", "--maxfail=40", "-p", "no:cacheprovider")
 
-def roofs(results: Results) -> tuple[float, float]:
-    """Measure and return copy bandwidth in GB/s and torch's bf16 product in TFLOP/s."""
-    import torch
+    def kernels(shapes: str, tokens: str, dtype: str = "bf16") -> tuple[str, ...]:
+        return python(
+            "perf", "kernels", "--device", "cuda:0", "--shapes", shapes, "--tokens", tokens,
+            "--dtype", dtype, "--seconds", "0.2", "--append", str(results.rows),
+        )  # fmt: skip
 
-    source = torch.zeros(1 << 30, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    n = 8192
-    a, b = (torch.randn(n, n, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    found = time_turns({"copy": lambda: target.copy_(source), "product": lambda: a @ b})
-    bandwidth = 2 * source.numel() / found["copy"]["ms"] / 1e6
-    rate = 2 * n**3 / found["product"]["ms"] / 1e9
-    results.add("roof", what="copy of 1 GiB", gb_s=bandwidth)
-    results.add("roof", what="torch bf16 8192^3", tflop_s=rate)
-    return bandwidth, rate
+    yield Part("op suite", tests("tests/ops", "--backend=cuda"), 0.3, tests=True)
+    yield Part("kernels qwen2.5-1.5b, 2048", kernels("qwen2.5-1.5b", "2048"), 0.3)
+    yield Part("stream tests", tests("tests/autograd", "-m", "gpu"), 0.1, tests=True)
+    launches = results.folder / "launches.json"
+    command = python("perf", "launches", "--device", "cuda:0", "--json", str(launches))
+    yield Part("launches", command, 0.1, rows=launches)
+    if model is not None:
+        step = results.folder / "step.json"
+        command = python(
+            "perf", "step", "--model", str(model), "--tokens", "2048", "--json", str(step)
+        )
+        yield Part("step", command, 0.2, rows=step)
+    yield Part("kernels qwen2.5-1.5b, 1 and 512", kernels("qwen2.5-1.5b", "1,512"), 0.2)
+    yield Part("kernels llama-3.1-8b, 2048", kernels("llama-3.1-8b", "2048"), 0.3)
+    yield Part("kernel tests", tests("tests/kernels"), 0.2, tests=True)
+    yield Part("kernels qwen2.5-7b, 2048", kernels("qwen2.5-7b", "2048"), 0.3)
+    yield Part("kernels smollm2-135m, fp32", kernels("smollm2-135m", "512,2048", "fp32"), 0.2)
 
 
 def parse_counts(output: str) -> dict[str, int]:
@@ -124,109 +125,77 @@ def parse_counts(output: str) -> dict[str, int]:
     return {name: int(numbers[-1]) if numbers else 0 for name, numbers in found.items()}
 
 
-def run_tests(results: Results, root: Path, seconds: float) -> None:
-    """Run the op suite on the GPU in a process of its own, no longer than ``seconds``."""
-    command = [sys.executable, "-m", "pytest", "tests/ops", "--backend=cuda", "-q", "--maxfail=40"]
-    start = time.perf_counter()
-    try:
-        done = subprocess.run(
-            command, cwd=root, capture_output=True, text=True, timeout=seconds, check=False
-        )
-        output, code = done.stdout, done.returncode
-    except subprocess.TimeoutExpired as cut:
-        output = cut.stdout.decode() if isinstance(cut.stdout, bytes) else cut.stdout or ""
-        code = -1
-    results.say(output[-20_000:])
-    taken = time.perf_counter() - start
-    results.add("tests", exit_code=code, seconds=taken, **parse_counts(output))
+def run_child(command: tuple[str, ...], log: Path, seconds: float) -> tuple[int | None, str]:
+    """Run a command, its output appended to the log as it comes, no longer than ``seconds``.
+
+    Returns:
+        Its exit code, or None where it was ended with all that it had started; and the end of its output.
+    """
+    start = log.stat().st_size if log.exists() else 0
+    with log.open("ab") as file:
+        child = subprocess.Popen(
+            command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )  # fmt: skip
+        code: int | None
+        try:
+            code = child.wait(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            if child.poll() is None:
+                os.killpg(child.pid, signal.SIGKILL)  # its own session: children of it as well
+                child.wait()
+    with log.open("rb") as file:
+        file.seek(max(start, log.stat().st_size - TAIL))
+        return code, file.read().decode(errors="replace")
 
 
-def _peer(op: Any, call: Any, given: dict[str, Any]) -> Callable[[], Any] | None:
-    """Return torch's own function on the same arguments, where the row names one for this call."""
-    if (
-        op.torch_baseline is None
-        or call.function != op.forward.name
-        or given.get("out") is not None
-    ):
-        return None
-    accepted = inspect.signature(op.torch_baseline).parameters
-    if not set(given) <= set(accepted):
-        return None
-    return lambda: op.torch_baseline(**given)
+def run_parts(
+    todo: Iterator[Part],
+    results: Results,
+    seconds: float,
+    run: Child = run_child,
+    clock: Callable[[], float] = time.monotonic,
+) -> bool:
+    """Run parts one after the other within ``seconds``; return whether none failed and no tests were cut off.
+
+    A part gets its share of the whole time and no more than is left. One for which too little is left is
+    stated as not run, and timings that were cut off keep the rows they have.
+    """
+    start, good = clock(), True
+    for part in todo:
+        began = clock()
+        limit = min(part.share * seconds, seconds - (began - start) - RESERVE_S)
+        if limit < min(LEAST_S, part.share * seconds):
+            results.add("not run", part=part.name, why="out of time")
+            continue
+        results.say(f"== {part.name}: {' '.join(part.command)}")
+        code, output = run(part.command, results.log, limit)
+        fields: dict[str, Any] = {"part": part.name, "exit_code": code, "seconds": clock() - began}
+        if code is None:
+            fields["cut_off_after_s"] = limit
+        if part.tests:
+            fields |= parse_counts(output)
+        for row in _rows_of(part.rows):
+            results.add(part.name, **row)
+        results.add("tests" if part.tests else "part", **fields)
+        good = good and (code == 0 or (code is None and not part.tests))
+    return good
 
 
-def timings(results: Results, roof: tuple[float, float], deadline: float) -> None:
-    """Time every call until the deadline, families in order of value, bf16 before fp32."""
-    import torch
-
-    from entrenar.optable import FUNCTIONS, OPS
-    from perf.calls import CALLS, DTYPES, Maker
-    from perf.traffic import floor_bytes
-
-    for dtype in ("bf16", "fp32"):
-        for call in sorted(CALLS, key=lambda c: ORDER.index(c.family)):
-            if dtype not in call.dtypes:
-                continue
-            if time.perf_counter() > deadline:
-                results.say("out of time")
-                return
-            op = OPS[call.op]
-            launcher = getattr(
-                importlib.import_module(f"entrenar.kernels.{call.family}"), call.function
-            )
-            where = {"op": call.function, "dtype": dtype, "shape": call.shape}
-            try:
-                given = call.make(Maker(DTYPES[dtype], 4096, "cuda", values=True))
-                variants = {"ours": lambda f=launcher, g=given: f(**g)}
-                peer = _peer(op, call, given)
-                if peer is not None:
-                    variants["torch"] = peer
-                found = time_turns(variants)
-                result = launcher(**given)
-            except Exception as error:  # one call that fails must not lose the others
-                results.add("error", **where, error=f"{type(error).__name__}: {error}"[:500])
-                torch.cuda.empty_cache()
-                continue
-            mutates = FUNCTIONS[call.function].mutates
-            floor = floor_bytes(None, call, given, 0, mutates, result)
-            rate = floor / found["ours"]["ms"] / 1e6
-            extra = {} if peer is None else {"torch_ms": found["torch"]["ms"]}
-            results.add(
-                "timing", **where, **found["ours"], **extra,
-                floor_bytes=floor, gb_s=rate, share_of_copy=rate / roof[0],
-            )  # fmt: skip
-
-
-def environment() -> dict[str, Any]:
-    """Return what the numbers were measured with."""
-    import torch
-
-    triton = importlib.import_module("triton")
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
-    return {
-        "gpu": torch.cuda.get_device_name(),
-        "capability": ".".join(map(str, torch.cuda.get_device_capability())),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "python": platform.python_version(),
-        "commit": commit,
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-    }
-
-
-@contextlib.contextmanager
-def _logged(results: Results, what: str) -> Iterator[None]:
-    """Write what stopped a part into the log, and go on with the next."""
-    try:
-        yield
-    except Exception as error:
-        results.add("error", op=what, error=f"{type(error).__name__}: {error}"[:500])
+def _rows_of(path: Path | None) -> list[dict[str, Any]]:
+    """Return the rows a part wrote, none where it did not come that far, and remove the file."""
+    if path is None or not path.exists():
+        return []
+    value = json.loads(path.read_text(encoding="utf-8"))
+    path.unlink()
+    rows = value if isinstance(value, list) else [value]
+    return [{k: v for k, v in row.items() if k != "kind"} for row in rows]
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command; 3 without a GPU, 1 where a test or a call failed."""
+    """Run the command."""
     parser = argparse.ArgumentParser(
         prog="python -m perf gpu",
         description=__doc__,
@@ -234,19 +203,17 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("--out", required=True, type=Path, help="folder of the results")
     parser.add_argument("--minutes", type=float, default=9.0)
+    parser.add_argument(
+        "--model", type=Path, help="model folder or GGUF file for the training step"
+    )
     options = parser.parse_args(arguments)
     if not runtime.cuda_available():
         print("perf gpu: torch sees no GPU on this machine; nothing was measured", file=sys.stderr)
         return 3
-    seconds = 60 * options.minutes
-    deadline = time.perf_counter() + seconds
-    results = Results(options.out)
-    results.add("environment", **environment())
-    roof = (float("nan"), float("nan"))
-    with _logged(results, "roofs"):
-        roof = roofs(results)
-    run_tests(results, Path(__file__).resolve().parents[1], SHARE_FOR_TESTS * seconds)
-    timings(results, roof, deadline - 10)
-    rows = [json.loads(line) for line in results.rows.read_text().splitlines()]
-    bad = [r for r in rows if r["kind"] == "error" or (r["kind"] == "tests" and r["exit_code"])]
-    return 1 if bad else 0
+    start = time.monotonic()
+    results = Results(options.out.resolve())
+    results.add("environment", **environment("cuda:0"))
+    results.add("peers", **{name: version(name) or "absent" for name in PEERS})
+    left = 60 * options.minutes - (time.monotonic() - start)
+    model = options.model.resolve() if options.model else None
+    return 0 if run_parts(parts(results, model), results, left) else 1

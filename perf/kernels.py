@@ -93,8 +93,12 @@ def _functions(op: Op) -> tuple[Any, ...]:
 
 
 def _complete(op: Op, given: Row) -> Row:
-    family = importlib.import_module(f"entrenar.kernels.{op.forward.family}")
-    return complete(getattr(family, op.forward.name), given)
+    return _with_defaults(op.forward.name, given)
+
+
+def _with_defaults(function: str, given: Row) -> Row:
+    family = importlib.import_module(f"entrenar.kernels.{FUNCTIONS[function].family}")
+    return complete(getattr(family, function), given)
 
 
 def _flops(op: Op, call: Pass, forward: int) -> int | None:
@@ -117,7 +121,8 @@ def _costs(op: Op, call: Pass, work: Work) -> tuple[int, int | None]:
     if call.name == "forward":
         floats = [v for k, v in work.given.items() if k in op.floats and hasattr(v, "dtype")]
         return int(op.bytes_moved(inputs, floats[0].dtype.itemsize)), flops
-    moved = floor_bytes(None, call, call.given, 0, FUNCTIONS[call.function].mutates, call.result)
+    given = _with_defaults(call.function, call.given)
+    moved = floor_bytes(None, call, given, 0, FUNCTIONS[call.function].mutates, call.result)
     return moved, flops
 
 
