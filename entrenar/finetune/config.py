@@ -59,6 +59,8 @@ class InstructConfig:
         graph: Capture each form of micro-batch once and replay it; rows are padded to few forms. Saves
             what launching costs and takes the memory of all forms kept. ``"auto"`` is off until it has
             been measured on a GPU.
+        prewarm: Compile every kernel of a step before the model is loaded, when the device's memory is
+            still free; of no effect where the CPU computes.
         weight_cache: Copies of decoded NF4 weights that are kept; ``"none"``.
         lm_head_device: Where the output projection lies; ``"auto"``: with the model.
         eval_fraction: Share of the data held out for evaluation.
@@ -96,6 +98,7 @@ class InstructConfig:
     packing: bool = _setting(False, "fill rows of --max-seq-len tokens with several samples")
     checkpointing: str | bool = _setting("auto", "recompute activations: auto, true, false")
     graph: str | bool = _setting("auto", "replay captured micro-batches: auto (off), true, false")
+    prewarm: bool = _setting(False, "compile every kernel of a step before the model is loaded")
     weight_cache: str = _setting("none", "copies of decoded NF4 weights to keep: none")
     lm_head_device: str = _setting("auto", "where the output projection lies: auto")
     eval_fraction: float = _setting(0.0, "share of the data held out for evaluation")
@@ -337,6 +340,7 @@ _CHECKS: dict[str, Any] = {
     "packing": _boolean,
     "checkpointing": _one_of("auto", True, False),
     "graph": _one_of("auto", True, False),
+    "prewarm": _boolean,
     # The cache's other forms and a head on the host come with the GPU path; until then asking for one
     # is an error rather than a setting that does nothing.
     "weight_cache": _one_of("none"),

@@ -26,6 +26,7 @@ __all__ = [
     "cdiv",
     "check_floating",
     "check_storage",
+    "driving",
     "empty",
     "interpreting",
     "launch",
@@ -214,6 +215,22 @@ def _leave_emulator() -> None:
     emulator = sys.modules.get("entrenar.emulator")
     if emulator is not None and emulator.active_driver() is not None:
         emulator.uninstall_driver()
+
+
+@contextlib.contextmanager
+def driving(device: str) -> Iterator[None]:
+    """Let Triton's driver be that of a device inside the block: a GPU's, or the emulator's for the CPU.
+
+    Args:
+        device: ``"cpu"``, for a process that emulates kernels, or ``"cuda:N"``.
+    """
+    if device == "cpu":
+        _emulate(runtime.ptx_target())
+        yield
+        return
+    _leave_emulator()
+    with torch.cuda.device(device):
+        yield
 
 
 def _where(tensor: torch.Tensor | None) -> str:

@@ -103,6 +103,7 @@ VALUES: dict[str, tuple[list[str], Any]] = {
     "packing": (["--packing"], True),
     "checkpointing": (["--checkpointing", "off"], False),
     "graph": (["--graph", "false"], False),
+    "prewarm": (["--prewarm"], True),
     "weight_cache": (["--weight-cache", "none"], "none"),
     "lm_head_device": (["--lm-head-device", "auto"], "auto"),
     "eval_fraction": (["--eval-fraction", "0.5"], 0.5),

@@ -36,6 +36,7 @@ DEFAULTS = {
     "packing": False,
     "checkpointing": "auto",
     "graph": "auto",
+    "prewarm": False,
     "weight_cache": "none",
     "lm_head_device": "auto",
     "eval_fraction": 0.0,

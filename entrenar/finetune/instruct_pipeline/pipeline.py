@@ -19,6 +19,7 @@ from entrenar.finetune.config import InstructConfig
 from entrenar.finetune.instruct_pipeline.graphed import GraphedMicroBatches
 from entrenar.finetune.instruct_pipeline.memory import wants_checkpointing
 from entrenar.finetune.instruct_pipeline.packed import PackedBatch, pack
+from entrenar.finetune.instruct_pipeline.prewarm import prewarm
 from entrenar.finetune.instruct_pipeline.results import (
     InstructBatchResult,
     InstructStepResult,
@@ -116,6 +117,7 @@ class InstructPipeline:
         dtype = config.dtype
         if dtype == "auto":
             dtype = "float32" if device == "cpu" else "bfloat16"
+        warmed = prewarm(path, config) if config.prewarm else None
         model = Transformer.from_pretrained(
             path,
             quantize="nf4" if config.quantize_nf4 else None,
@@ -123,7 +125,13 @@ class InstructPipeline:
             device=device,
             double_quant=config.double_quant,
         )
-        return cls(model, config, ranks=ranks)
+        pipeline = cls(model, config, ranks=ranks)
+        if warmed is not None:
+            pipeline.notices.append(
+                f"{len(warmed.kernels)} kernels compiled before the model was loaded, in "
+                f"{warmed.seconds:.0f} s"
+            )
+        return pipeline
 
     # training
 
