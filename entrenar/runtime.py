@@ -5,6 +5,7 @@ Importing this module imports neither torch nor triton; the probes do when they 
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -20,17 +21,21 @@ from entrenar.errors import ConfigError, CudaNotAvailableError, MissingExtraErro
 
 __all__ = [
     "BACKENDS",
+    "Counts",
     "LaunchRecord",
     "SyncRecord",
     "announce",
+    "announce_allocation",
     "announce_sync",
     "available_memory_bytes",
     "backend",
+    "counting",
     "cuda_available",
     "has_listeners",
     "has_sync_listeners",
     "interpreting_requested",
     "listening",
+    "note_wait",
     "peak_memory_bytes",
     "ptx_target",
     "require",
@@ -80,7 +85,27 @@ class SyncRecord:
     storage: Any = None
 
 
+@dataclasses.dataclass
+class Counts:
+    """What happened inside a block of :func:`counting`.
+
+    Attributes:
+        launches: Launches, or calls of the CPU backend that stand in for them.
+        by_op: The same by the name of the launcher.
+        waits: Times the host waited for a device; on the CPU, where it would on a GPU.
+        allocations: Pieces of storage that launchers allocated for results and scratch.
+        allocated_bytes: Their bytes.
+    """
+
+    launches: int = 0
+    by_op: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    waits: int = 0
+    allocations: int = 0
+    allocated_bytes: int = 0
+
+
 _listeners: list[Callable[[LaunchRecord], None]] = []
+_allocation_listeners: list[Callable[[int], None]] = []
 _sync_listeners: list[Callable[[SyncRecord], None]] = []
 
 
@@ -119,6 +144,45 @@ def announce_sync(record: SyncRecord) -> None:
     """Tell every listener of one operation on streams."""
     for listener in tuple(_sync_listeners):
         listener(record)
+
+
+def note_wait(stream: Any) -> None:
+    """Tell listeners that the host has waited for all work of ``stream``, by reading a result, say."""
+    if _sync_listeners:
+        announce_sync(SyncRecord("synchronize", stream))
+
+
+def announce_allocation(nbytes: int) -> None:
+    """Tell every listener that a launcher allocated storage."""
+    for listener in tuple(_allocation_listeners):
+        listener(nbytes)
+
+
+@contextlib.contextmanager
+def counting() -> Iterator[Counts]:
+    """Count launches, waits of the host and allocations inside the block; blocks may nest.
+
+    What torch allocates on its own account (uploads, ``torch.zeros``) is not seen.
+    """
+    found = Counts()
+
+    def launched(record: LaunchRecord) -> None:
+        found.launches += 1
+        found.by_op[record.op] += 1
+
+    def waited(record: SyncRecord) -> None:
+        found.waits += record.kind == "synchronize"
+
+    def allocated(nbytes: int) -> None:
+        found.allocations += 1
+        found.allocated_bytes += nbytes
+
+    _allocation_listeners.append(allocated)
+    try:
+        with listening(launched, waited):
+            yield found
+    finally:
+        _allocation_listeners.remove(allocated)
 
 
 def has_sync_listeners() -> bool:

@@ -199,25 +199,23 @@ class _Results:
 
 @contextlib.contextmanager
 def count(device: str = "cpu") -> Iterator[collections.Counter[str]]:
-    """Count ``launches`` (by op too), ``syncs`` and ``allocations`` inside the block."""
+    """Count ``launches`` (by op too), ``syncs`` and ``allocations`` inside the block.
+
+    Allocations are those of torch, the tape's own included, where ``runtime.counting`` sees a
+    launcher's alone.
+    """
     found: collections.Counter[str] = collections.Counter()
-
-    def launched(record: runtime.LaunchRecord) -> None:
-        found["launches"] += 1
-        found[record.op] += 1
-
-    def waited(record: runtime.SyncRecord) -> None:
-        found["syncs"] += record.kind == "synchronize"
-
     on_gpu = device != "cpu"
     before = torch.cuda.memory_stats(device)["allocation.all.allocated"] if on_gpu else 0
     results, storage = _Results(), _Allocations()
     with contextlib.ExitStack() as stack:
-        stack.enter_context(runtime.listening(launched, waited))
+        counts = stack.enter_context(runtime.counting())
         if not on_gpu:
             stack.enter_context(recorded(results))
             stack.enter_context(storage)
         yield found
+    found.update(counts.by_op)
+    found["launches"], found["syncs"] = counts.launches, counts.waits
     after = torch.cuda.memory_stats(device)["allocation.all.allocated"] if on_gpu else 0
     found["allocations"] = after - before if on_gpu else results.count + storage.count
 

@@ -11,6 +11,31 @@ from entrenar import runtime
 from entrenar.errors import ConfigError, CudaNotAvailableError, DeviceError, MissingExtraError
 
 
+def test_counting_launches_waits_and_allocations() -> None:
+    import numpy as np
+    import torch
+
+    from entrenar.autograd import Tensor, ops
+    from entrenar.optable import call
+
+    x = torch.ones(4, 8)
+    with runtime.counting() as outer:
+        with runtime.counting() as inner:
+            y = call("add", x, x)
+            call("add_", y, x)
+        loss, rows = ops.cross_entropy(Tensor(x), torch.tensor([1, 2, -100, 3]))
+        loss.item()
+    assert (inner.launches, dict(inner.by_op)) == (2, {"add": 1, "add_": 1})
+    assert (inner.waits, inner.allocations, inner.allocated_bytes) == (0, 1, 4 * 8 * 4)
+    assert outer.by_op == {"add": 1, "add_": 1, "cross_entropy_forward": 1}
+    # the rows that count are read, then the loss
+    assert (rows, outer.waits) == (3, 2)
+    before = outer.launches
+    call("add", x, x)
+    assert outer.launches == before
+    assert np.isfinite(loss.item())
+
+
 def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     import os
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from entrenar.autograd.stream import Stream
+from entrenar import runtime
+from entrenar.autograd.stream import Stream, current_stream
 from entrenar.autograd.tensor import Slot, Tensor
 from entrenar.errors import AutogradError
 from entrenar.optable import call
@@ -204,7 +205,10 @@ class Node:
 
     def scalar(self, grad: torch.Tensor) -> float:
         """Return a scalar gradient as a number; waits for the device unless it is the seed."""
-        return 1.0 if self.unit else float(grad.reshape(()).item())
+        if self.unit:
+            return 1.0
+        runtime.note_wait(current_stream(grad.device))
+        return float(grad.reshape(()).item())
 
     def run(self, grads: tuple[torch.Tensor | None, ...], *, overwrite: bool) -> tuple[Any, ...]:
         """Call the backward function and return one gradient per input.

@@ -181,7 +181,9 @@ def allocating(allocator: Allocator) -> Iterator[None]:
 
 def empty(shape: Sequence[int], dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
     """Allocate uninitialised storage on the device of ``like``."""
-    return _allocators[-1](tuple(shape), dtype, like.device)
+    made = _allocators[-1](tuple(shape), dtype, like.device)
+    runtime.announce_allocation(made.nbytes)
+    return made
 
 
 _runners: list[Runner] = []

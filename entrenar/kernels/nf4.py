@@ -30,6 +30,7 @@ import torch
 import triton
 import triton.language as tl
 
+from entrenar import runtime
 from entrenar.checks import check_shape
 from entrenar.errors import ConfigError, DTypeError, NumericsError, ShapeMismatchError
 from entrenar.kernels._launch import (
@@ -370,6 +371,7 @@ def _refuse_non_finite(w: torch.Tensor, status: torch.Tensor, stream: Any) -> No
     if torch_stream is not None and w.device.type == "cuda":
         torch_stream.synchronize()
     first, bad = (int(v) for v in status.to("cpu").numpy())
+    runtime.note_wait(stream)
     if bad:
         where = tuple(int(i) for i in np.unravel_index(first, tuple(w.shape)))
         raise NumericsError(

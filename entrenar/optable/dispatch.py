@@ -233,6 +233,10 @@ def _call_numpy(function: str, args: tuple[Any, ...], kwargs: dict[str, Any], st
     if runtime.has_listeners():
         results = result if isinstance(result, tuple) else (result,)
         reads = [t for value in given.values() for t in storages(value)]
+        known = {t.data_ptr() for t in reads}
+        for made in (t for value in results for t in storages(value)):
+            if made.data_ptr() not in known:
+                runtime.announce_allocation(made.nbytes)
         writes = {id(t): t for t in written(function, args, kwargs)}
         writes |= {id(t): t for value in results for t in storages(value)}
         runtime.announce(
