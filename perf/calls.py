@@ -58,7 +58,7 @@ class Maker:
 
     def integers(self, n: int, high: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         """Return ``n`` integers below ``high``, no two alike where they fit."""
-        return torch.arange(n).remainder(high).to(self.device, dtype)
+        return torch.arange(n, device=self.device).remainder(high).to(dtype)
 
     def nf4(self, rows: int, cols: int, double: bool = False) -> NF4Weight:
         """Return an NF4 weight of the dtype under test."""
