@@ -26,8 +26,8 @@ class Rows:
     Attributes:
         positions: int64 [T], place of each row in its sequence.
         cu_seqlens: int32 [B+1], first row of each sequence and the end; None for one sequence.
-        cos: float32 [P, R/2], rotation table.
-        sin: As ``cos``.
+        rotation: cos and sin, float32 [P, R/2] each.
+        local_rotation: Those of layers that rotate by a base of their own; None where none do.
         cache: Keys and values of earlier positions; then the rows are of one sequence.
         dropout_seed: Seed of the step while training, or every layer's on the device; None applies no
             dropout.
@@ -35,8 +35,8 @@ class Rows:
 
     positions: torch.Tensor
     cu_seqlens: torch.Tensor | None
-    cos: torch.Tensor
-    sin: torch.Tensor
+    rotation: tuple[torch.Tensor, torch.Tensor]
+    local_rotation: tuple[torch.Tensor, torch.Tensor] | None = None
     cache: KVCache | None = None
     dropout_seed: int | torch.Tensor | None = None
 
@@ -47,7 +47,7 @@ class Block:
     Args:
         config: The model's.
         layer: Its index.
-        linears: Its seven linear layers by the last part of their names.
+        linears: Its linear layers by the last part of their names.
         norms: Its norm weights by the last part of their names.
     """
 
@@ -62,6 +62,7 @@ class Block:
         self.layer = layer
         self.window = config.windows[layer]
         self.rotates = config.rope_layers[layer]
+        self.rotates_locally = config.local_rope_layers[layer]
         self.linears = dict(linears)
         self.norms = dict(norms)
 
@@ -86,21 +87,26 @@ class Block:
             normed, stream = ops.rms_norm_residual(x, residual, weight, eps)
         attended = self._attention(normed, rows)
         weight = self.norms["post_attention_layernorm"]
+        if self.config.post_norms:
+            attended = ops.rms_norm(attended, weight, eps)
+            weight = self.norms["pre_feedforward_layernorm"]
         normed, stream = ops.rms_norm_residual(attended, stream, weight, eps)
-        return self._mlp(normed, rows.dropout_seed), stream
+        mixed = self._mlp(normed, rows.dropout_seed)
+        if self.config.post_norms:
+            mixed = ops.rms_norm(mixed, self.norms["post_feedforward_layernorm"], eps)
+        return mixed, stream
 
     def _attention(self, x: Tensor, rows: Rows) -> Tensor:
         config, seed = self.config, rows.dropout_seed
-        q, k, v = (self.linears[name](x, seed) for name in ("q_proj", "k_proj", "v_proj"))
-        q = ops.reshape(q, (-1, config.num_attention_heads, config.head_dim))
-        k = ops.reshape(k, (-1, config.num_key_value_heads, config.head_dim))
-        v = ops.reshape(v, (-1, config.num_key_value_heads, config.head_dim))
+        q, k, v = self._heads(x, seed)
         if config.qk_norm:
             q = ops.rms_norm(q, self.norms["q_norm"], config.rms_norm_eps)
             k = ops.rms_norm(k, self.norms["k_norm"], config.rms_norm_eps)
         if self.rotates:
+            tables = rows.local_rotation if self.rotates_locally else rows.rotation
+            assert tables is not None
             # in place: nothing reads the unrotated rows, neither forward nor backward
-            q, k = ops.rope(q, k, rows.cos, rows.sin, rows.positions, inplace=True)
+            q, k = ops.rope(q, k, *tables, rows.positions, inplace=True)
         if rows.cache is not None:
             keys, values = rows.cache.append(self.layer, k.data, v.data)
             k, v = Tensor(keys), Tensor(values)
@@ -110,14 +116,38 @@ class Block:
             v,
             rows.cu_seqlens if rows.cache is None else None,
             rows.cu_seqlens if rows.cache is None else None,
+            scale=config.attention_scale,
             window=self.window,
         )
         width = config.num_attention_heads * config.head_dim
         return self.linears["o_proj"](ops.reshape(mixed, (-1, width)), seed)
 
+    def _heads(self, x: Tensor, seed: int | torch.Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries [T, heads, D], and keys and values [T, kv heads, D]."""
+        config = self.config
+        heads, kv_heads, size = (
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+        )
+        if config.fused_projections:
+            together = self.linears["qkv_proj"](x, seed)
+            q, k, v = ops.split(together, (heads * size, kv_heads * size, kv_heads * size))
+        else:
+            q, k, v = (self.linears[name](x, seed) for name in ("q_proj", "k_proj", "v_proj"))
+        return (
+            ops.reshape(q, (-1, heads, size)),
+            ops.reshape(k, (-1, kv_heads, size)),
+            ops.reshape(v, (-1, kv_heads, size)),
+        )
+
     def _mlp(self, x: Tensor, seed: int | torch.Tensor | None) -> Tensor:
-        gate = self.linears["gate_proj"](x, seed)
-        up = self.linears["up_proj"](x, seed)
+        if self.config.fused_projections:
+            inner = self.config.intermediate_size
+            gate, up = ops.split(self.linears["gate_up_proj"](x, seed), (inner, inner))
+        else:
+            gate = self.linears["gate_proj"](x, seed)
+            up = self.linears["up_proj"](x, seed)
         return self.linears["down_proj"](_gated(self.config.hidden_act, gate, up), seed)
 
 

@@ -7,15 +7,17 @@ biases, which layers have a window, the rotation's base and scaling) is settled 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from entrenar.errors import ConfigError, UnsupportedModelError
+from entrenar.transformer.config_fields import Fields, refuse, token_ids
 from entrenar.transformer.families import Family, family_of
-from entrenar.transformer.rope import RopeScaling, read_scaling
+from entrenar.transformer.layer_types import read_layers
+from entrenar.transformer.rope import RopeScaling
+from entrenar.transformer.rope_config import read_rotation
 
-__all__ = ["ACTIVATIONS", "TransformerConfig"]
+__all__ = ["ACTIVATIONS", "TransformerConfig", "token_ids"]
 
 ACTIVATIONS: dict[str, str] = {
     "silu": "silu",
@@ -25,8 +27,35 @@ ACTIVATIONS: dict[str, str] = {
     "gelu_new": "gelu_tanh",
     "relu": "relu",
 }
-# A damaged file must not make a table of a trillion layers; the deepest public model has 126.
-_MOST_LAYERS = 10_000
+# A damaged file must not ask for a trillion layers. Several times what any public model has.
+_MOST = {
+    "vocab_size": 2**27,
+    "hidden_size": 2**20,
+    "intermediate_size": 2**22,
+    "num_hidden_layers": 10_000,
+    "num_attention_heads": 2**14,
+    "max_position_embeddings": 2**27,
+}
+_LARGEST_HEAD = 2**14
+_LARGEST_ID = 2**31 - 1
+_SOFTCAPS = ("attn_logit_softcapping", "final_logit_softcapping")
+# Keys of other architectures that some files state under these model types too, and the values at
+# which they change nothing.
+_FOREIGN: dict[str, tuple[object, ...]] = {
+    "num_local_experts": (None, 0, 1),
+    "num_experts": (None, 0, 1),
+    "n_routed_experts": (None, 0, 1),
+    "kv_lora_rank": (None, 0),
+    "clip_qkv": (None,),
+    "is_encoder_decoder": (None, False),
+    "add_cross_attention": (None, False),
+    "use_bidirectional_attention": (None, False),
+    "alibi": (None, False),
+    "embedding_multiplier": (None, 1, 1.0),
+    "residual_multiplier": (None, 1, 1.0),
+    "attention_multiplier": (None,),
+    "logits_scaling": (None, 1, 1.0),
+}
 _DTYPES = ("float32", "float16", "bfloat16", "float64")
 
 
@@ -52,10 +81,20 @@ class TransformerConfig:
         attention_bias: q, k and v have biases.
         attention_output_bias: o has a bias.
         mlp_bias: gate, up and down have biases.
+        fused_projections: q, k and v are one linear, gate and up another.
         qk_norm: q and k pass an RMSNorm over each head.
+        norm_offset: What is added to the stored weights of every norm.
+        post_norms: Attention and MLP end in a norm of their own.
+        scales_embedding: Embedded tokens are multiplied by sqrt(hidden_size).
+        query_pre_attn_scalar: Scores are divided by its root; head_dim where None.
+        attn_logit_softcapping: c of c·tanh(score / c); 0 for none.
+        final_logit_softcapping: The same of the logits.
         hidden_act: Activation of the gate: silu, gelu, gelu_tanh or relu.
         windows: For each layer, the keys a query sees, itself included; 0 means all.
         rope_layers: For each layer, whether q and k are rotated.
+        local_rope_layers: For each layer, whether by the base of the windowed ones.
+        local_rope_theta: That base.
+        local_rope_scaling: Its rule.
         bos_token_id: Beginning of text, or None.
         eos_token_ids: Ids that end a text, as the config states them; may be empty.
         dtype: dtype the checkpoint says it was saved in, or None.
@@ -78,10 +117,20 @@ class TransformerConfig:
     attention_bias: bool = False
     attention_output_bias: bool = False
     mlp_bias: bool = False
+    fused_projections: bool = False
     qk_norm: bool = False
+    norm_offset: float = 0.0
+    post_norms: bool = False
+    scales_embedding: bool = False
+    query_pre_attn_scalar: float | None = None
+    attn_logit_softcapping: float = 0.0
+    final_logit_softcapping: float = 0.0
     hidden_act: str = "silu"
     windows: tuple[int, ...] = ()
     rope_layers: tuple[bool, ...] = ()
+    local_rope_layers: tuple[bool, ...] = ()
+    local_rope_theta: float = 10000.0
+    local_rope_scaling: RopeScaling = dataclasses.field(default_factory=RopeScaling)
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     dtype: str | None = None
@@ -102,13 +151,22 @@ class TransformerConfig:
         layers = self.num_hidden_layers
         object.__setattr__(self, "windows", self.windows or (0,) * layers)
         object.__setattr__(self, "rope_layers", self.rope_layers or (True,) * layers)
-        for name in ("windows", "rope_layers"):
+        object.__setattr__(self, "local_rope_layers", self.local_rope_layers or (False,) * layers)
+        for name in ("windows", "rope_layers", "local_rope_layers"):
             if len(getattr(self, name)) != layers:
                 raise ConfigError(
                     f"{name} has {len(getattr(self, name))} entries, wanted one for each of "
                     f"{layers} layers",
-                    "check layer_types and no_rope_layers",
+                    "",
                 )
+        for scaling in (self.rope_scaling, self.local_rope_scaling):
+            for factors in (scaling.factors, scaling.long_factors):
+                if factors and len(factors) != self.rotary_dim // 2:
+                    raise ConfigError(
+                        f"rope scaling {scaling.kind} has {len(factors)} factors, wanted "
+                        f"{self.rotary_dim // 2}, one for each pair of rotated dimensions",
+                        "check rope_scaling, head_dim and partial_rotary_factor",
+                    )
 
     @property
     def rotary_dim(self) -> int:
@@ -118,11 +176,21 @@ class TransformerConfig:
     @property
     def context_length(self) -> int:
         """Positions that may be used: the trained ones, or what the rope scaling makes of them."""
-        scaling = self.rope_scaling
-        if scaling.kind not in ("dynamic", "yarn"):
-            return self.max_position_embeddings
-        trained = scaling.original_max_position or self.max_position_embeddings
-        return max(self.max_position_embeddings, int(trained * scaling.factor))
+        return _context(self.max_position_embeddings, self.rope_scaling)
+
+    @property
+    def rotation_depends_on_length(self) -> bool:
+        """Whether the longest sequence of a call decides how all of it is rotated."""
+        rules = (self.rope_scaling, self.local_rope_scaling)
+        return any(
+            rule.depends_on_length and (rule.original_max_position or 0) < self.context_length
+            for rule in rules
+        )
+
+    @property
+    def attention_scale(self) -> float:
+        """Factor of the attention's scores."""
+        return (self.query_pre_attn_scalar or self.head_dim) ** -0.5
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> TransformerConfig:
@@ -135,205 +203,126 @@ class TransformerConfig:
             UnsupportedModelError: The architecture, activation or rope scaling is not implemented.
             ConfigError: A key is missing, of the wrong type, or out of range.
         """
-        family = family_of(config.get("model_type"))
-        if config.get("quantization_config"):
-            method = _mapping(config, "quantization_config").get("quant_method", "unnamed")
-            raise UnsupportedModelError(
-                f"the checkpoint's weights are already quantised ({method})",
-                "use the unquantised checkpoint and quantize='nf4'",
-            )
-        heads = _integer(config, "num_attention_heads")
-        hidden = _integer(config, "hidden_size")
-        layers = _integer(config, "num_hidden_layers")
-        if layers > _MOST_LAYERS:
-            raise _refuse("num_hidden_layers", layers, f"at most {_MOST_LAYERS}")
-        rope = _rope_parameters(config)
-        max_position = _integer(config, "max_position_embeddings", family.default_max_position)
+        family = family_of(config.get("model_type"), config)
+        fields = Fields(config, family.defaults)
+        _refuse_foreign(fields, family)
+        sizes = _checked_sizes(fields, family)
+        rope = read_rotation(fields, family, sizes["max_position_embeddings"])
+        context = _context(sizes["max_position_embeddings"], rope.scaling)
+        layers = read_layers(fields, family, sizes["num_hidden_layers"], context)
+        attention_bias = fields.boolean("attention_bias")
         return cls(
             model_type=family.model_type,
-            vocab_size=_integer(config, "vocab_size"),
-            hidden_size=hidden,
-            intermediate_size=_integer(config, "intermediate_size"),
-            num_hidden_layers=layers,
-            num_attention_heads=heads,
-            num_key_value_heads=_kv_heads(config, family, heads),
-            head_dim=_head_dim(config, family, hidden, heads),
-            max_position_embeddings=max_position,
-            rms_norm_eps=_number(config, "rms_norm_eps", 1e-6),
-            rope_theta=_rope_theta(config, rope, family),
-            rope_scaling=read_scaling(rope, max_position),
-            partial_rotary_factor=_number(
-                rope, "partial_rotary_factor", _number(config, "partial_rotary_factor", 1.0)
+            **sizes,
+            rms_norm_eps=fields.number("rms_norm_eps", 1.0),
+            rope_theta=rope.theta,
+            rope_scaling=rope.scaling,
+            partial_rotary_factor=rope.partial,
+            tie_word_embeddings=fields.boolean("tie_word_embeddings"),
+            attention_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
+            attention_output_bias=(
+                attention_bias if family.output_bias is None else family.output_bias
             ),
-            tie_word_embeddings=_boolean(config, "tie_word_embeddings", family.default_tied),
-            attention_bias=_either(family.qkv_bias, config, "attention_bias"),
-            attention_output_bias=_either(family.output_bias, config, "attention_bias"),
-            mlp_bias=_either(family.mlp_bias, config, "mlp_bias"),
+            mlp_bias=fields.boolean("mlp_bias") if family.mlp_bias is None else family.mlp_bias,
+            fused_projections=family.fused,
             qk_norm=family.qk_norm,
-            hidden_act=_activation(config),
-            windows=_windows(config, family, layers),
-            rope_layers=_rope_layers(config, family, layers),
-            bos_token_id=_optional_integer(config, "bos_token_id"),
+            norm_offset=family.norm_offset,
+            post_norms=family.post_norms,
+            scales_embedding=family.scales_embedding,
+            query_pre_attn_scalar=(
+                fields.number("query_pre_attn_scalar") if family.scalar_scale else None
+            ),
+            attn_logit_softcapping=_softcap(fields, family, "attn_logit_softcapping"),
+            final_logit_softcapping=_softcap(fields, family, "final_logit_softcapping"),
+            hidden_act=_activation(fields, family),
+            windows=layers.windows,
+            rope_layers=layers.rotates,
+            local_rope_layers=layers.local,
+            local_rope_theta=rope.local_theta,
+            local_rope_scaling=rope.local_scaling,
+            bos_token_id=fields.optional_integer("bos_token_id", _LARGEST_ID, least=0),
             eos_token_ids=token_ids(config, "eos_token_id"),
             dtype=_dtype(config),
         )
 
 
-def _refuse(key: str, value: object, wanted: str) -> ConfigError:
-    return ConfigError(f"config: {key} is {value!r}, wanted {wanted}", "check config.json")
+def _context(max_position: int, scaling: RopeScaling) -> int:
+    if scaling.kind not in ("dynamic", "yarn"):
+        return max_position
+    trained = scaling.original_max_position or max_position
+    return max(max_position, int(trained * scaling.factor))
 
 
-def _integer(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    value = config.get(key)
-    value = default if value is None else value
-    if value is None:
-        raise ConfigError(f"config: {key} is missing", "check config.json")
-    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-        raise _refuse(key, value, "a whole number above 0")
-    return value
-
-
-def _optional_integer(config: Mapping[str, Any], key: str) -> int | None:
-    value = config.get(key)
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
-        raise _refuse(key, value, "a token id or null")
-    return value
-
-
-def _number(config: Mapping[str, Any], key: str, default: float) -> float:
-    value = config.get(key)
-    value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise _refuse(key, value, "a number")
-    if not math.isfinite(value) or value <= 0:
-        raise _refuse(key, value, "a finite number above 0")
-    return float(value)
-
-
-def _boolean(config: Mapping[str, Any], key: str, default: bool) -> bool:
-    value = config.get(key)
-    value = default if value is None else value
-    if not isinstance(value, bool):
-        raise _refuse(key, value, "true or false")
-    return value
-
-
-def _either(fixed: bool | None, config: Mapping[str, Any], key: str) -> bool:
-    return _boolean(config, key, False) if fixed is None else fixed
-
-
-def _mapping(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    value = config.get(key)
-    if value is not None and not isinstance(value, Mapping):
-        raise _refuse(key, value, "an object or null")
-    return value or {}
-
-
-def token_ids(config: Mapping[str, Any], key: str) -> tuple[int, ...]:
-    """Return a key that holds one token id, a list of them, or null, as a tuple.
-
-    Raises:
-        ConfigError: It holds something else.
-    """
-    value = config.get(key)
-    ids = value if isinstance(value, list | tuple) else [] if value is None else [value]
-    if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids):
-        raise _refuse(key, value, "a token id, a list of them, or null")
-    return tuple(ids)
-
-
-def _kv_heads(config: Mapping[str, Any], family: Family, heads: int) -> int:
-    default = heads
-    if "num_key_value_heads" not in config and family.default_kv_heads is not None:
-        default = family.default_kv_heads
-    return _integer(config, "num_key_value_heads", default)
-
-
-def _head_dim(config: Mapping[str, Any], family: Family, hidden: int, heads: int) -> int:
-    if config.get("head_dim") is not None:
-        return _integer(config, "head_dim")
-    if family.default_head_dim is not None:
-        return family.default_head_dim
-    if hidden % heads:
+def _checked_sizes(fields: Fields, family: Family) -> dict[str, int]:
+    """Return every size of the model, by the config's names."""
+    found = {key: fields.integer(key, most) for key, most in _MOST.items()}
+    heads = found["num_attention_heads"]
+    # null means as many as query heads, absent the family's number
+    kv_heads = fields.optional_integer("num_key_value_heads", _MOST["num_attention_heads"])
+    found["num_key_value_heads"] = heads if kv_heads is None else kv_heads
+    head_dim = fields.optional_integer("head_dim", _LARGEST_HEAD)
+    if head_dim is None and found["hidden_size"] % heads:
         raise ConfigError(
-            f"config: hidden_size {hidden} is not a multiple of num_attention_heads {heads} and "
-            "head_dim is not stated",
+            f"config: hidden_size {found['hidden_size']} is not a multiple of num_attention_heads "
+            f"{heads} and head_dim is not stated",
             "state head_dim in config.json",
         )
-    return hidden // heads
+    found["head_dim"] = found["hidden_size"] // heads if head_dim is None else head_dim
+    return found
 
 
-def _rope_parameters(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Merge ``rope_scaling`` (older files) and ``rope_parameters`` (newer), which wins."""
-    parameters = _mapping(config, "rope_parameters")
-    if parameters and all(isinstance(v, Mapping) for v in parameters.values()):
+def _refuse_foreign(fields: Fields, family: Family) -> None:
+    """Refuse keys of parts that no family here has, or this one has not."""
+    method = fields.mapping("quantization_config")
+    if method:
         raise UnsupportedModelError(
-            f"config: rope_parameters has a set for each of {', '.join(parameters)}",
-            "models whose layer types rotate differently are not implemented",
+            f"the checkpoint's weights are already quantised ({method.get('quant_method', 'unnamed')})",
+            "use the unquantised checkpoint and quantize='nf4'",
         )
-    return {**_mapping(config, "rope_scaling"), **parameters}
+    foreign = [key for key in _SOFTCAPS if key not in family.softcaps]
+    if not family.scalar_scale:
+        foreign.append("query_pre_attn_scalar")
+    for key, neutral in {**_FOREIGN, **dict.fromkeys(foreign, (None,))}.items():
+        value = fields.stated.get(key)
+        if not any(value is n or (type(value) is type(n) and value == n) for n in neutral):
+            raise UnsupportedModelError(
+                f"config: {key} is {value!r}, which a {family.model_type} model as implemented here "
+                "has no part for",
+                "leaving it out would compute something else",
+            )
 
 
-def _rope_theta(config: Mapping[str, Any], rope: Mapping[str, Any], family: Family) -> float:
-    theta = _number(rope, "rope_theta", _number(config, "rope_theta", family.default_rope_theta))
-    if theta <= 1:
-        raise _refuse("rope_theta", theta, "more than 1")
-    return theta
-
-
-def _activation(config: Mapping[str, Any]) -> str:
-    name = config.get("hidden_act") or "silu"
+def _activation(fields: Fields, family: Family) -> str:
+    name = fields.get(family.activation_key)
+    name = fields.defaults[family.activation_key] if name is None else name
     if not isinstance(name, str) or name not in ACTIVATIONS:
         raise UnsupportedModelError(
-            f"config: hidden_act {name!r} is not implemented",
+            f"config: {family.activation_key} {name!r} is not implemented",
             f"implemented are {', '.join(sorted(ACTIVATIONS))}",
         )
-    return ACTIVATIONS[name]
+    found = ACTIVATIONS[name]
+    return "gelu_tanh" if found == "gelu" and family.gelu_is_tanh else found
 
 
-def _windows(config: Mapping[str, Any], family: Family, layers: int) -> tuple[int, ...]:
-    """Return each layer's window; a ``layer_types`` list decides where there is one."""
-    if family.window == "none":
-        return (0,) * layers
-    size = config.get("sliding_window", family.default_sliding_window)
-    if size is None or (
-        family.window == "opt_in" and not _boolean(config, "use_sliding_window", False)
-    ):
-        return (0,) * layers
-    size = _integer({"sliding_window": size}, "sliding_window")
-    types = config.get("layer_types")
-    if isinstance(types, list) and family.window == "opt_in":
-        unknown = sorted({str(t) for t in types} - {"full_attention", "sliding_attention"})
-        if unknown:
-            raise UnsupportedModelError(f"config: layer type {unknown[0]!r} is not implemented", "")
-        return tuple(size if t == "sliding_attention" else 0 for t in types)
-    if family.window == "all":
-        return (size,) * layers
-    if family.skips_rope:
-        return tuple(0 if rope else size for rope in _rope_layers(config, family, layers))
-    first = config.get("max_window_layers", 28)
-    if isinstance(first, bool) or not isinstance(first, int) or first < 0:
-        raise _refuse("max_window_layers", first, "a whole number")
-    return tuple(size if i >= first else 0 for i in range(layers))
-
-
-def _rope_layers(config: Mapping[str, Any], family: Family, layers: int) -> tuple[bool, ...]:
-    if not family.skips_rope:
-        return (True,) * layers
-    stated = config.get("no_rope_layers")
-    if stated:  # despite the key's name, 1 marks a layer that is rotated
-        if not isinstance(stated, list) or any(v not in (0, 1) for v in stated):
-            raise _refuse("no_rope_layers", stated, "a list of 0 and 1")
-        return tuple(bool(v) for v in stated)
-    interval = _integer(config, "no_rope_layer_interval", 4)
-    return tuple((i + 1) % interval != 0 for i in range(layers))
+def _softcap(fields: Fields, family: Family, key: str) -> float:
+    cap = (fields.optional_number(key) or 0.0) if key in family.softcaps else 0.0
+    if cap and key == "attn_logit_softcapping":
+        raise UnsupportedModelError(
+            f"config: {key} is {cap:g}, and attention here has no soft cap", "use another model"
+        )
+    return cap
 
 
 def _dtype(config: Mapping[str, Any]) -> str | None:
-    value = config.get("dtype") or config.get("torch_dtype")
-    if value is None or value == "auto":
-        return None
-    name = str(value).removeprefix("torch.")
-    if name not in _DTYPES:
-        raise _refuse("dtype", value, f"one of {', '.join(_DTYPES)} or auto")
-    return name
+    stated = [
+        config[key] for key in ("dtype", "torch_dtype") if config.get(key) not in (None, "auto")
+    ]
+    names = [str(value).removeprefix("torch.") for value in stated]
+    for value, name in zip(stated, names, strict=True):
+        if name not in _DTYPES:
+            raise refuse("dtype", value, f"one of {', '.join(_DTYPES)} or auto")
+    if len(set(names)) > 1:
+        raise ConfigError(
+            f"config: dtype is {names[0]}, torch_dtype {names[1]}", "leave one of them out"
+        )
+    return names[0] if names else None

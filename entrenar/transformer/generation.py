@@ -104,6 +104,8 @@ def stream_tokens(
         yield token
         ids.append(token)
         rows = [token]
+        if model.rotation_changes(cache.length, len(ids)):
+            cache, rows = model.new_cache(len(ids) + limit - step - 1), ids
 
 
 def _checked(model: Transformer, prompt_ids: Sequence[int]) -> list[int]:

@@ -112,6 +112,7 @@ class Transformer:
         self.dropout_step = 0
         self._trains: Tensor | None = None
         self._double_quant = double_quant
+        self.config = config
         linear_weights = {f"{name}.weight" for name in linear_shapes(config)}
         held: dict[str, Tensor | NF4Weight] = {}
         for name, tensor in weights:
@@ -176,7 +177,7 @@ class Transformer:
         return self._lm_head
 
     def named_weights(self) -> dict[str, Tensor | NF4Weight]:
-        """Return every weight by its Hugging Face name."""
+        """Return every weight as it is held by its Hugging Face name; norms with their offset."""
         return dict(self._weights)
 
     def linear_shapes(self) -> dict[str, tuple[int, int]]:
@@ -266,6 +267,8 @@ class Transformer:
         if self._ahead is not None:
             self._ahead.begin()
         x, residual = ops.embedding(tokens, self._embedding), None
+        if self.config.scales_embedding:
+            x = ops.scale(x, self._embedding_scale)
         for block in self._blocks:
             if not checkpointing:
                 x, residual = block(x, residual, rows)
@@ -318,7 +321,13 @@ class Transformer:
             call("matmul", part, self._lm_head.data, trans_b=True, out=made, stream=stream)
             if made is not target:
                 target.copy_(made)
-        return out.numpy()
+        logits = out.numpy()
+        cap = self.config.final_logit_softcapping
+        if cap:
+            logits /= cap
+            np.tanh(logits, out=logits)
+            logits *= cap
+        return logits
 
     def new_cache(self, capacity: int | None = None) -> KVCache:
         """Return an empty cache for one sequence of at most ``capacity`` positions."""
@@ -341,7 +350,12 @@ class Transformer:
             moved = tensor.to(device=self.device, dtype=torch.float32).contiguous()
             made = quantize_weight(moved, double_quant=self._double_quant, name=name)
             return dataclasses.replace(made, dtype=self.dtype)
-        return Tensor(tensor.to(device=self.device, dtype=self.dtype).contiguous(), name=name)
+        dtype, offset = self.dtype, self.config.norm_offset
+        if offset and name.endswith("norm.weight"):
+            # 1 + w in 16 bits would lose the low bits of w, which the norm multiplies in float32
+            dtype = torch.float64 if dtype == torch.float64 else torch.float32
+            tensor = torch.from_numpy(tensor.to(device="cpu", dtype=dtype).numpy() + offset)
+        return Tensor(tensor.to(device=self.device, dtype=dtype).contiguous(), name=name)
 
     def _build(self, held: dict[str, Tensor | NF4Weight]) -> None:
         config = self.config
@@ -366,8 +380,14 @@ class Transformer:
                 if name.startswith(prefix) and name.endswith("norm.weight")
             }
             self._blocks.append(Block(config, layer, linears, norms))
-        self._table = RopeTable(config.rotary_dim, config.rope_theta, config.rope_scaling)
-        self._table_on_device: tuple[Any, torch.Tensor, torch.Tensor] | None = None
+        self._tables = [RopeTable(config.rotary_dim, config.rope_theta, config.rope_scaling)]
+        if any(config.local_rope_layers):
+            local = config.local_rope_theta, config.local_rope_scaling
+            self._tables.append(RopeTable(config.rotary_dim, *local))
+        self._on_device: dict[int, tuple[Any, torch.Tensor, torch.Tensor]] = {}
+        # the factor is rounded to the storage dtype, as the product then is
+        factor = torch.tensor(config.hidden_size**0.5, dtype=torch.float32).to(self.dtype)
+        self._embedding_scale = factor.item()
 
     def _integers(self, name: str, values: Any, dtype: torch.dtype) -> torch.Tensor:
         if isinstance(values, Tensor):
@@ -401,17 +421,22 @@ class Transformer:
             if starts is not None:
                 raise ShapeMismatchError("a cache holds one sequence, cu_seqlens names several", "")
             cache.reserve(tokens.shape[0])
-        cos, sin = self._rotation(positions, places)
-        return Rows(places, starts, cos, sin, cache, dropout_seed)
+        length = self._table_length(positions, places)
+        if cache is not None:
+            self._check_same_rotation(cache.length, cache.length + tokens.shape[0])
+        rotations = [self._rotation(table, length) for table in self._tables]
+        local = rotations[1] if len(rotations) > 1 else None
+        return Rows(places, starts, rotations[0], local, cache, dropout_seed)
 
-    def _rotation(self, positions: Any, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return tables that cover the positions; on a GPU, without waiting for their values.
+    def _table_length(self, positions: Any, places: torch.Tensor) -> int:
+        """Return how many positions the tables must cover, without waiting for a GPU's values.
 
-        Tables are kept until a longer sequence comes; making them waits for the copy.
+        Raises:
+            ShapeMismatchError: A position lies past the model's context.
         """
         limit = self.config.context_length
         length = limit
-        if not places.is_cuda or self.config.rope_scaling.kind == "dynamic":
+        if not places.is_cuda or self.config.rotation_depends_on_length:
             host = places.cpu().numpy()
             length = int(host.max(initial=-1)) + 1
         elif isinstance(positions, np.ndarray | list | tuple):
@@ -421,12 +446,39 @@ class Transformer:
                 f"position {length - 1} lies past the model's context of {limit}",
                 "shorten the sequence",
             )
-        tables = self._table.tables(length)
-        cached = self._table_on_device
+        return length
+
+    def rotation_changes(self, held: int, total: int) -> bool:
+        """Whether keys cached for ``held`` positions are rotated otherwise in a text of ``total``.
+
+        ``dynamic`` scaling keeps what is cached as it is, as transformers does; the two tables of
+        ``longrope`` do not go together.
+        """
+        rules = (self.config.rope_scaling, self.config.local_rope_scaling)
+        return any(
+            rule.kind == "longrope" and 0 < held <= (rule.original_max_position or 0) < total
+            for rule in rules
+        )
+
+    def _check_same_rotation(self, held: int, total: int) -> None:
+        if self.rotation_changes(held, total):
+            raise ShapeMismatchError(
+                f"the cache holds {held} positions rotated for a short text, and {total} make a long "
+                "one",
+                "continue from an empty cache, with all ids",
+            )
+
+    def _rotation(self, table: RopeTable, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a table's cos and sin on the device, which are kept until it makes others.
+
+        Making them waits for the copy.
+        """
+        tables = table.tables(length)
+        cached = self._on_device.get(id(table))
         if cached is None or cached[0] is not tables:
             cos, sin = (torch.from_numpy(t).to(self.device) for t in tables)
             current_stream(self.device).synchronize()
-            cached = self._table_on_device = (tables, cos, sin)
+            cached = self._on_device[id(table)] = (tables, cos, sin)
         return cached[1], cached[2]
 
 

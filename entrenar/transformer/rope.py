@@ -12,24 +12,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
-from entrenar.errors import ConfigError, UnsupportedModelError
+from entrenar.errors import ConfigError
 
-__all__ = ["KINDS", "RopeScaling", "RopeTable", "inverse_frequencies", "read_scaling", "rope_table"]
-
-KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "factors")
-_NEEDS = {
-    "default": (),
-    "linear": ("factor",),
-    "dynamic": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-    "yarn": ("factor",),
-    "factors": ("factors",),
-}
+__all__ = ["RopeScaling", "RopeTable", "inverse_frequencies", "rope_table"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,17 +25,19 @@ class RopeScaling:
     """One scaling rule with its numbers.
 
     Attributes:
-        kind: ``default`` (none), ``linear``, ``dynamic``, ``llama3``, ``yarn``, or ``factors``: each
-            frequency divided by its own number, as GGUF files state them.
+        kind: ``default`` (none), ``linear``, ``dynamic``, ``llama3``, ``yarn``, ``longrope``, or
+            ``factors``: each frequency divided by its own number, as GGUF files state them.
         factor: How many times longer the context becomes.
-        original_max_position: Context length before scaling (dynamic, llama3, yarn).
+        original_max_position: Context length before scaling (dynamic, llama3, yarn, longrope).
         low_freq_factor: llama3: wavelengths above original / this are scaled in full.
         high_freq_factor: llama3: wavelengths below original / this are left alone.
         beta_fast: yarn: rotations above which a frequency is left alone.
         beta_slow: yarn: rotations below which it is scaled in full.
-        attention_factor: yarn: multiplies cos and sin.
+        attention_factor: yarn, longrope: multiplies cos and sin.
         truncate: yarn: round the ramp's bounds to whole dimensions.
-        factors: ``factors``: one divisor per frequency.
+        factors: ``factors``: one divisor per frequency; longrope: those of sequences up to the
+            original length.
+        long_factors: longrope: those of longer sequences, all of whose positions they stretch.
     """
 
     kind: str = "default"
@@ -60,78 +50,12 @@ class RopeScaling:
     attention_factor: float = 1.0
     truncate: bool = True
     factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
 
-
-def read_scaling(parameters: Mapping[str, Any], max_position: int) -> RopeScaling:
-    """Read a ``rope_scaling`` or ``rope_parameters`` object.
-
-    Args:
-        parameters: The object; empty means no scaling. The kind stands under ``rope_type`` or, in
-            older files, ``type``.
-        max_position: The config's ``max_position_embeddings``, original length where none is given.
-
-    Raises:
-        UnsupportedModelError: The kind is not implemented.
-        ConfigError: A number it needs is missing or senseless.
-    """
-    kind = parameters.get("rope_type") or parameters.get("type") or "default"
-    if not isinstance(kind, str) or kind not in KINDS:
-        raise UnsupportedModelError(
-            f"rope scaling kind {kind!r} is not supported", f"supported are {', '.join(KINDS[:-1])}"
-        )
-    missing = [key for key in _NEEDS[kind] if parameters.get(key) is None]
-    if missing:
-        raise ConfigError(f"rope scaling {kind} lacks {', '.join(missing)}", "check rope_scaling")
-    if kind == "default":
-        return RopeScaling()
-    if kind == "factors":
-        stated = parameters["factors"]
-        if not isinstance(stated, list) or not stated:
-            raise ConfigError(f"rope scaling: factors is {stated!r}, wanted a list of numbers", "")
-        factors = (_positive({"factors": f}, "factors", 1.0) for f in stated)
-        return RopeScaling(kind, factors=tuple(factors))
-    factor = _positive(parameters, "factor", 1.0)
-    scaling = RopeScaling(
-        kind,
-        factor,
-        int(_positive(parameters, "original_max_position_embeddings", max_position)),
-        _positive(parameters, "low_freq_factor", 1.0),
-        _positive(parameters, "high_freq_factor", 4.0),
-        _positive(parameters, "beta_fast", 32.0),
-        _positive(parameters, "beta_slow", 1.0),
-        _attention_factor(parameters, factor) if kind == "yarn" else 1.0,
-        bool(parameters.get("truncate", True)),
-    )
-    if kind == "llama3" and scaling.high_freq_factor <= scaling.low_freq_factor:
-        raise ConfigError(
-            f"rope scaling llama3: high_freq_factor {scaling.high_freq_factor} is not above "
-            f"low_freq_factor {scaling.low_freq_factor}",
-            "check rope_scaling",
-        )
-    if kind == "dynamic":  # this rule stretches what the config says, whatever was there before
-        scaling = dataclasses.replace(scaling, original_max_position=max_position)
-    return scaling
-
-
-def _positive(parameters: Mapping[str, Any], key: str, default: float) -> float:
-    value = parameters.get(key)
-    value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ConfigError(f"rope scaling: {key} is {value!r}, wanted a number above 0", "")
-    return float(value)
-
-
-def _attention_factor(parameters: Mapping[str, Any], factor: float) -> float:
-    if parameters.get("attention_factor") is not None:
-        return _positive(parameters, "attention_factor", 1.0)
-
-    def magnitude(mscale: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
-
-    if not parameters.get("mscale") or not parameters.get("mscale_all_dim"):
-        return magnitude(1.0)
-    one, all_dims = (_positive(parameters, key, 1.0) for key in ("mscale", "mscale_all_dim"))
-    return magnitude(one) / magnitude(all_dims)
+    @property
+    def depends_on_length(self) -> bool:
+        """Whether a sequence longer than the original context rotates its first positions otherwise."""
+        return self.kind in ("dynamic", "longrope")
 
 
 def inverse_frequencies(
@@ -143,7 +67,7 @@ def inverse_frequencies(
         rotary_dim: Rotated dimensions R, even.
         theta: Base.
         scaling: The rule; None for none.
-        seq_len: Longest sequence of the call; only ``dynamic`` looks at it.
+        seq_len: Longest sequence of the call; only ``dynamic`` and ``longrope`` look at it.
 
     Returns:
         float64 [R/2].
@@ -160,13 +84,21 @@ def inverse_frequencies(
     if scaling.kind == "yarn":
         return _yarn(plain, rotary_dim, theta, scaling)
     if scaling.kind == "factors":
-        if len(scaling.factors) != len(plain):
-            raise ConfigError(
-                f"rope factors: got {len(scaling.factors)}, wanted {len(plain)}, one per frequency",
-                "the file's rope_freqs tensor does not fit its head size",
-            )
-        return plain / np.asarray(scaling.factors, dtype=np.float64)
+        return plain / _divisors("factors", scaling.factors, len(plain))
+    if scaling.kind == "longrope":
+        longer = seq_len > (scaling.original_max_position or 0)
+        name, factors = ("long", scaling.long_factors) if longer else ("short", scaling.factors)
+        return plain / _divisors(f"{name}_factor", factors, len(plain))
     return plain
+
+
+def _divisors(name: str, factors: tuple[float, ...], count: int) -> np.ndarray:
+    if len(factors) != count:
+        raise ConfigError(
+            f"rope {name}: got {len(factors)} numbers, wanted {count}, one per frequency",
+            "they are of a model with another head size or partial_rotary_factor",
+        )
+    return np.asarray(factors, dtype=np.float64)
 
 
 def _dynamic(
@@ -240,9 +172,15 @@ class RopeTable:
         """Return cos and sin that cover positions below ``length``: float32 [P, R/2], P >= length.
 
         The same arrays until a longer length is asked for, so a caller may cache what it derives.
-        Past its trained length, ``dynamic`` gives each length a table of its own.
+        Past its trained length, ``dynamic`` gives each length a table of its own; ``longrope`` has
+        one for lengths up to it and another for those above.
         """
         trained = self.scaling.original_max_position or 0
+        if self.scaling.kind == "longrope":
+            if self._tables is None or self._length < length or (self._length > trained >= length):
+                self._make(trained if length <= trained else self._rounded(length))
+            assert self._tables is not None
+            return self._tables
         exact = self.scaling.kind == "dynamic" and length > trained
         if self._tables is None or (self._length != length if exact else self._length < length):
             self._make(length if exact else self._rounded(length))

@@ -14,6 +14,7 @@ __all__ += ["tensor_shapes"]
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
 LM_HEAD = "lm_head.weight"
+_POST_NORMS = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
 _NAMES_SHOWN = 8
 # Buffers that older versions of transformers saved beside the weights; computed from the config.
 _IGNORED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
@@ -29,13 +30,16 @@ def linear_shapes(config: TransformerConfig) -> dict[str, tuple[int, int]]:
     hidden, inner = config.hidden_size, config.intermediate_size
     q = config.num_attention_heads * config.head_dim
     kv = config.num_key_value_heads * config.head_dim
+    if config.fused_projections:
+        inputs = {"qkv_proj": (q + 2 * kv, hidden)}
+        gates = {"gate_up_proj": (2 * inner, hidden)}
+    else:
+        inputs = {"q_proj": (q, hidden), "k_proj": (kv, hidden), "v_proj": (kv, hidden)}
+        gates = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden)}
+    attention = {**inputs, "o_proj": (hidden, q)}
     block = {
-        "self_attn.q_proj": (q, hidden),
-        "self_attn.k_proj": (kv, hidden),
-        "self_attn.v_proj": (kv, hidden),
-        "self_attn.o_proj": (hidden, q),
-        "mlp.gate_proj": (inner, hidden),
-        "mlp.up_proj": (inner, hidden),
+        **{f"self_attn.{name}": shape for name, shape in attention.items()},
+        **{f"mlp.{name}": shape for name, shape in gates.items()},
         "mlp.down_proj": (hidden, inner),
     }
     return {
@@ -60,8 +64,12 @@ def tensor_shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
             shapes[f"{module}.bias"] = (out_features,)
     for layer in range(config.num_hidden_layers):
         prefix = f"model.layers.{layer}"
-        shapes[f"{prefix}.input_layernorm.weight"] = (config.hidden_size,)
-        shapes[f"{prefix}.post_attention_layernorm.weight"] = (config.hidden_size,)
+        for norm in (
+            "input_layernorm",
+            "post_attention_layernorm",
+            *(_POST_NORMS * config.post_norms),
+        ):
+            shapes[f"{prefix}.{norm}.weight"] = (config.hidden_size,)
         if config.qk_norm:
             shapes[f"{prefix}.self_attn.q_norm.weight"] = (config.head_dim,)
             shapes[f"{prefix}.self_attn.k_norm.weight"] = (config.head_dim,)

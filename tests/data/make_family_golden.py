@@ -40,6 +40,10 @@ LLAMA3 = {
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 MSCALE = {**YARN, "mscale": 1.0, "mscale_all_dim": 0.7, "beta_fast": 8.0, "truncate": False}
+LONGROPE = {
+    "rope_type": "longrope", "short_factor": [1.0, 1.1, 1.3], "long_factor": [1.0, 2.0, 5.0],
+}  # fmt: skip
+SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 def rope(theta, **rule):
@@ -74,6 +78,26 @@ CASES = {
     },
     "qwen3": {"model_type": "qwen3", "head_dim": 12, **rope(1000000.0)},
     "smollm3": {"model_type": "smollm3", "no_rope_layer_interval": 2, **rope(2000000.0)},
+    "phi3": {"model_type": "phi3", "sliding_window": 7},
+    "phi3_partial": {
+        "model_type": "phi3", "hidden_size": 32, **rope(10000.0, partial_rotary_factor=0.75),
+    },
+    "phi3_longrope": {
+        "model_type": "phi3", "original_max_position_embeddings": 16, **rope(10000.0, **LONGROPE),
+    },
+    "gemma": {"model_type": "gemma", "head_dim": 16, "tie_word_embeddings": True},
+    "gemma2": {
+        "model_type": "gemma2", "head_dim": 12, "sliding_window": 5, "query_pre_attn_scalar": 20,
+        "attn_logit_softcapping": None, "final_logit_softcapping": 4.0,
+    },
+    "gemma3_text": {
+        "model_type": "gemma3_text", "head_dim": 12, "sliding_window": 5,
+        "query_pre_attn_scalar": 20, "layer_types": [SLIDING, FULL, SLIDING],
+        "rope_parameters": {
+            SLIDING: {"rope_type": "default", "rope_theta": 100.0},
+            FULL: {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0},
+        },
+    },
 }  # fmt: skip
 LENGTH = 24
 

@@ -9,10 +9,12 @@ import pytest
 from entrenar.errors import ConfigError, EntrenarError, UnsupportedModelError
 from entrenar.transformer.config import TransformerConfig
 from entrenar.transformer.families import FAMILIES
-from entrenar.transformer.rope import KINDS, inverse_frequencies
+from entrenar.transformer.rope import inverse_frequencies
+from entrenar.transformer.rope_config import KINDS
 from entrenar.transformer.weights import linear_shapes, tensor_shapes
 
 read = TransformerConfig.from_hf
+NO_CAP = {"attn_logit_softcapping": None}
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
@@ -133,7 +135,7 @@ def test_layers_without_rotation(settings: dict[str, Any]) -> None:
     assert read(smollm3).rope_layers == (True, True, True, False, True)
     stated = {**smollm3, "no_rope_layers": [1, 0, 1, 0, 1]}
     assert read(stated).rope_layers == (True, False, True, False, True)
-    with pytest.raises(ConfigError, match="rope_layers has 2 entries, wanted one for each of 5"):
+    with pytest.raises(ConfigError, match="no_rope_layers has 2 entries, wanted one for each of 5"):
         read({**smollm3, "no_rope_layers": [1, 0]})
 
 
@@ -156,14 +158,18 @@ def test_qwen3_has_head_norms_and_its_own_head_size(settings: dict[str, Any]) ->
 
 def test_every_family_reads_its_minimum(settings: dict[str, Any]) -> None:
     for model_type in FAMILIES:
-        assert read({**settings, "model_type": model_type}).model_type == model_type
+        assert read({**settings, "model_type": model_type, **NO_CAP}).model_type == model_type
 
 
 @pytest.mark.parametrize("model_type", sorted(FAMILIES))
 def test_junk_in_any_key_is_an_error_of_ours_or_is_read(
     settings: dict[str, Any], model_type: str
 ) -> None:
-    scaling = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32}
+    window = FAMILIES[model_type].window
+    scaling: dict[str, Any] = {
+        "rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32,
+        "short_factor": [1.0] * 4, "long_factor": [2.0] * 4,
+    }  # fmt: skip
     whole = {
         **settings,
         "model_type": model_type,
@@ -171,15 +177,26 @@ def test_junk_in_any_key_is_an_error_of_ours_or_is_read(
         "use_sliding_window": True,
         "sliding_window": 4,
         "max_window_layers": 1,
-        "layer_types": ["full_attention"] * 2,
+        "layer_types": None if window in ("all", "pattern") else ["full_attention"] * 2,
         "no_rope_layers": [1, 1],
         "hidden_act": "silu",
         "partial_rotary_factor": 1.0,
         "rope_scaling": scaling,
+        "original_max_position_embeddings": 32,
+        "rope_local_base_freq": 1e4,
+        "sliding_window_pattern": 2,
         "rope_theta": 1e4,
         "attention_bias": False,
         "mlp_bias": False,
+        "dtype": "float32",
+        "hidden_activation": "gelu",
+        "num_experts": 1,
     }
+    if FAMILIES[model_type].scalar_scale:
+        whole["query_pre_attn_scalar"] = 8
+    for key in FAMILIES[model_type].softcaps:
+        whole[key] = 30.0
+    whole |= NO_CAP
     junk = [
         None,
         True,
@@ -197,6 +214,8 @@ def test_junk_in_any_key_is_an_error_of_ours_or_is_read(
         {},
         {"a": 1},
         float("inf"),
+        float("nan"),
+        10**400,
     ]
     read(whole)
     for key in whole:

@@ -28,6 +28,7 @@ from entrenar.transformer.families import FAMILIES
 from entrenar.transformer.model import Transformer
 
 IDS = np.array([[3, 1, 4, 1, 5, 9, 2, 6], [5, 3, 5, 8, 9, 7, 9, 3]])
+MIXED = ["sliding_attention", "full_attention"]
 MICRO = {
     "vocab_size": 11,
     "hidden_size": 8,
@@ -103,10 +104,11 @@ def test_logits_of_every_family_are_those_of_transformers(
 ) -> None:
     assert {case["config"]["model_type"] for case in family_golden.values()} == set(FAMILIES)
     for case, golden in family_golden.items():
-        for dtype in ("float64", "float32"):
+        # float64: theirs are rounded to five places, our rotation tables to float32
+        for dtype, bound in (("float64", 2e-5), ("float32", 1e-4)):
             logits = make_model(golden["config"], dtype=dtype).logits(family_script.make_ids())
             error = np.abs(logits[:, ::5] - np.array(golden["logits"])).max()
-            assert error < 2e-5, (case, dtype, error)
+            assert error < bound, (case, dtype, error)
 
 
 # gradients
@@ -123,8 +125,12 @@ def loss_of(model: Transformer, ids: np.ndarray, cu_seqlens: list[int], **option
 
 @pytest.mark.parametrize(
     ("family", "checkpointing", "count"),
-    [("llama", False, 16), ("llama", True, 4), ("qwen2", False, 6), ("qwen3", True, 6)],
-)
+    [
+        ("llama", False, 16), ("llama", True, 4), ("qwen2", False, 6), ("qwen3", True, 6),
+        ("phi3", False, 6), ("phi3", True, 6), ("gemma", False, 6), ("gemma2", True, 6),
+        ("gemma3_text", False, 6),
+    ],
+)  # fmt: skip
 def test_every_gradient_agrees_with_finite_differences(
     make_model: Callable[..., Transformer],
     tiny_settings: dict[str, Any],
@@ -132,9 +138,11 @@ def test_every_gradient_agrees_with_finite_differences(
     checkpointing: bool,
     count: int,
 ) -> None:
-    settings = {**tiny_settings, **MICRO, "model_type": family}
-    if family == "qwen3":
-        settings["head_dim"] = 4
+    settings = {**tiny_settings, **MICRO, "model_type": family, "head_dim": 4}
+    if FAMILIES[family].scalar_scale:
+        settings |= {"query_pre_attn_scalar": 6, "sliding_window": 3, "layer_types": MIXED}
+    if family == "gemma2":
+        settings |= {"attn_logit_softcapping": None, "final_logit_softcapping": None}
     model = make_model(settings)
     ids, cu_seqlens = np.array([3, 1, 4, 1, 5, 9, 2]), [0, 4, 7]
     weights = model.named_weights()
@@ -243,12 +251,14 @@ def test_an_end_of_text_in_the_middle_is_attended_to(
     assert np.abs(with_eos - model.logits([[5, 4, 7]])[0, -1]).max() > 1e-3
 
 
-@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen3"])
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen3", "phi3", "gemma3_text"])
 def test_a_cache_changes_nothing(
     make_model: Callable[..., Transformer], tiny_settings: dict[str, Any], model_type: str
 ) -> None:
     """https://github.com/meta-pytorch/torchtune/issues/959"""
     settings = {**tiny_settings, "model_type": model_type, "sliding_window": 5, "head_dim": 6}
+    if FAMILIES[model_type].local_rope:
+        settings |= {"query_pre_attn_scalar": 9, "layer_types": MIXED}
     model = make_model(settings)
     ids = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]
     full = model.logits([ids])[0]

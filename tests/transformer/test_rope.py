@@ -13,9 +13,9 @@ from entrenar.transformer.rope import (
     RopeScaling,
     RopeTable,
     inverse_frequencies,
-    read_scaling,
     rope_table,
 )
+from entrenar.transformer.rope_config import read_scaling
 
 LLAMA3 = {
     "factor": 8.0,
@@ -85,9 +85,10 @@ def test_every_form_of_the_dictionary(
 
 def test_other_kinds_are_refused_by_name() -> None:
     """https://github.com/b4rtaz/distributed-llama/issues/120"""
-    longrope = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
-    with pytest.raises(UnsupportedModelError, match="kind 'longrope' is not supported"):
-        read_scaling(longrope, 4096)
+    with pytest.raises(UnsupportedModelError, match="rope_type 'proportional' is not supported"):
+        read_scaling({"rope_type": "proportional", "factor": 2.0}, 4096)
+    with pytest.raises(UnsupportedModelError, match="rope_type 'llama3' is not supported"):
+        read_scaling({"rope_type": "llama3", **LLAMA3}, 4096, ("default", "longrope"))
     with pytest.raises(ConfigError, match="llama3 lacks factor, low_freq_factor"):
         read_scaling({"rope_type": "llama3"}, 4096)
     with pytest.raises(ConfigError, match="factor is -2"):
@@ -152,5 +153,5 @@ def test_factors_of_a_gguf_file() -> None:
     scaling = read_scaling({"rope_type": "factors", "factors": [1.0, 2.0]}, 64)
     plain = inverse_frequencies(4, 10000.0)
     np.testing.assert_allclose(inverse_frequencies(4, 10000.0, scaling), plain / [1, 2])
-    with pytest.raises(ConfigError, match="got 2, wanted 4"):
+    with pytest.raises(ConfigError, match="got 2 numbers, wanted 4"):
         inverse_frequencies(8, 10000.0, scaling)

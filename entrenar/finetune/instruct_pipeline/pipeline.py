@@ -291,9 +291,10 @@ class InstructPipeline:
         """Add the gradients of micro-batches through captured graphs; return their summed loss."""
         if self._graphed is None:
             model = self.model.config
-            if model.rope_scaling.kind == "dynamic":
+            if model.rotation_depends_on_length:
+                kind = model.rope_scaling.kind
                 raise ConfigError(
-                    "graph is true, but the model's dynamic rope scaling depends on each batch's length",
+                    f"graph is true, but the model's {kind} rope scaling depends on each batch's length",
                     "set graph to auto",
                 )
             samples = 1 if self.config.packing else self.config.batch_size
