@@ -122,7 +122,7 @@ def share_of_floor(rows: list[Row]) -> Any:
             for at, r in enumerate(kept) if package in r["peers"]
         ]  # fmt: skip
         axes.scatter(
-            [x for _, x in own], [at for at, _ in own], marker="|", s=70, zorder=3,
+            [x for _, x in own], [at for at, _ in own], marker="|", s=90, linewidths=2, zorder=3,
             color=COLOURS[1 + number % (len(COLOURS) - 1)], label=package,
         )  # fmt: skip
     axes.set_yticks(range(len(kept)), names, fontsize=7)

@@ -232,6 +232,40 @@ def test_every_baseline_is_a_peer(op: optable.Op) -> None:
     assert "torch" in [p.package for p in peer_calls.peers(found, found.passes[0], "cpu")]
 
 
+LIGER_HAS = [
+    case for case in CASES
+    if any(i.package == peer_calls.LIGER for i in peer_calls._OTHERS.get(case.op, ()))
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", LIGER_HAS, ids=lambda c: c.op)
+def test_liger_computes_the_same_emulated(
+    case: shapes.Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a GPU will time, run without one: our kernels and Liger's, compiled and emulated."""
+    pytest.importorskip("liger_kernel")
+    from entrenar.emulator import install_driver
+
+    monkeypatch.setenv("ENTRENAR_BACKEND", "ptx")
+    monkeypatch.setenv("ENTRENAR_PTX_TARGET", "sm_80")
+    install_driver("sm_80")
+    found = work(case, dtype=torch.bfloat16)
+    assert 0 <= passes.gate(found, "bfloat16") <= 1
+    compared = 0
+    for call in found.passes:
+        for peer in peer_calls.peers(found, call, "cpu"):
+            if peer.package != peer_calls.LIGER:
+                continue
+            assert peer.variant is not None, peer.note
+            compared += 1
+            for _ in range(2):
+                if peer.variant.before is not None:
+                    peer.variant.before()
+                share = peer_calls.disagreement(peer.variant.run(), peer.wanted)
+                assert share <= peer_calls.AGREEMENT["bf16"], call.name
+    assert compared
+
+
 def test_absent_packages_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_calls, "version", lambda package: "2" if package == "torch" else None)
     found = work(find("rms_norm"))
