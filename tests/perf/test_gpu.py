@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from perf import gpu, kernels
+from perf import gpu, kernels, plot
 from perf.__main__ import COMMANDS, main
 
 Rows = list[dict[str, Any]]
@@ -147,6 +147,29 @@ def test_every_part_is_a_command_that_exists(tmp_path: Path) -> None:
         if arguments[0] == "kernels":
             kernels._parser().parse_args(arguments[1:])
     assert "step" not in [p.name for p in gpu.parts(gpu.Results(tmp_path), None)]
+
+
+def test_rows_of_real_children_are_kept_and_drawn(tmp_path: Path) -> None:
+    """The last part as it stands, but for its device and a single op; and one that prints pytest's counts."""
+    results = gpu.Results(tmp_path)
+    last = list(gpu.parts(results, None))[-1]
+    command = tuple("cpu" if word == "cuda:0" else word for word in last.command)
+    counts = (sys.executable, "-c", "print('5 passed in 1s')")
+    todo = [
+        gpu.Part("suite", counts, 0.4, tests=True),
+        gpu.Part("times", (*command, "--op", "scale"), 0.9),
+    ]
+    assert gpu.run_parts(iter(todo), results, 120.0)
+    rows = [json.loads(line) for line in results.rows.read_text().splitlines()]
+    assert [r["kind"] for r in rows] == ["tests", *["kernel"] * 4, "part"]
+    assert rows[0]["passed"] == 5
+    assert {(r["tokens"], r["pass"]) for r in rows[1:5]} == {
+        (n, p) for n in (512, 2048) for p in ("forward", "backward to x")
+    }
+    assert all(r["ratio"] == pytest.approx(r["ms"] / r["peer_ms"], rel=1e-3) for r in rows[1:5])
+    assert len(plot.read_rows(results.rows)) == 4
+    log = results.log.read_text()
+    assert log.index("5 passed") < log.index("scale forward") < log.index("part=times")
 
 
 @pytest.mark.parametrize(
