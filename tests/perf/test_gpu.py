@@ -134,18 +134,24 @@ def test_a_childs_exit_code_and_output_are_kept(tmp_path: Path) -> None:
     assert gpu.parse_counts(output)["failed"] == 1
 
 
-def test_every_part_is_a_command_that_exists(tmp_path: Path) -> None:
+def test_every_part_is_a_command_that_exists(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     todo = list(gpu.parts(gpu.Results(tmp_path), Path("model")))
     assert todo[0].tests, "correctness comes before times"
     for found in todo:
-        module, *arguments = found.command[2:]
+        module, name, *arguments = found.command[2:]
         if module == "pytest":
-            assert (gpu.ROOT / arguments[0]).is_dir()
+            assert (gpu.ROOT / name).is_dir()
             continue
         assert module == "perf"
-        assert arguments[0] in COMMANDS
-        if arguments[0] == "kernels":
-            kernels._parser().parse_args(arguments[1:])
+        assert name in COMMANDS
+        with pytest.raises(SystemExit):
+            main([name, "--help"])
+        known = capsys.readouterr().out
+        assert all(word in known for word in arguments if word.startswith("--")), found
+        if name == "kernels":
+            kernels._parser().parse_args(arguments)
     assert "step" not in [p.name for p in gpu.parts(gpu.Results(tmp_path), None)]
 
 
