@@ -19,6 +19,7 @@ import argparse
 import dataclasses
 import importlib
 import json
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -138,9 +139,11 @@ def _times(bench: Bench, call: Pass, work: Work, dtype: str, costs: Row) -> Iter
         share = None
         if variant is not None:
             note, share = _agrees(variant, peer.wanted, note)
-        if share is not None and share <= AGREEMENT[dtype]:
-            variants[peer.package] = Variant(variant.run, variant.before)
-        others.append((peer.package, note, share))
+            if share is not None and not share <= AGREEMENT[dtype]:
+                note = f"its results differ from ours by {share:.3g} of the largest"
+            elif share is not None:
+                variants[peer.package] = variant
+        others.append((peer.package, note, share if share is None or share < math.inf else None))
     times = take_turns(variants, bench.timer, seconds=bench.seconds)
     roofs, ours = bench.roofs[dtype], quantiles(times["ours"])
     row = {

@@ -397,13 +397,17 @@ def peers(work: Work, call: Pass, device: str) -> Iterator[Peer]:
 
 
 def disagreement(theirs: Any, wanted: tuple[Any, ...]) -> float:
-    """Return the largest difference from our results as a share of the largest value."""
+    """Return the largest difference from our results as a share of the largest value.
+
+    What is equal, infinities included, does not differ; what is NaN or infinite on one side alone does so
+    without bound. A result that is None on either side is left out.
+    """
     worst = 0.0
     for got, ours in zip(as_tuple(theirs), wanted, strict=False):
-        if got is None or ours is None:
+        if got is None or ours is None or not ours.numel():
             continue
         a, b = got.detach().double(), ours.detach().double().reshape(got.shape)
-        if a.numel():
-            largest = float(b.abs().max().clamp_min(math.ulp(0.0)))
-            worst = max(worst, float((a - b).abs().max()) / largest)
+        error = torch.where(a == b, 0.0, (a - b).abs()).nan_to_num(nan=math.inf, posinf=math.inf)
+        largest = float(torch.where(b.isfinite(), b.abs(), 0.0).max().clamp_min(math.ulp(0.0)))
+        worst = max(worst, float(error.max()) / largest)
     return worst

@@ -11,15 +11,16 @@ torch around its kernels (Liger sums its partial gradients of a weight there) is
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import os
 import sys
 from typing import Any
 
 from entrenar.errors import NumericsError
+from perf.peer_calls import disagreement
 from perf.peer_cases import Comparison, comparisons
 from perf.tally import tally
+from perf.timing import version
 
 __all__ = ["AGREEMENT", "main", "measure"]
 
@@ -36,21 +37,6 @@ def driver() -> Any:
     return active_driver()
 
 
-def _disagreement(ours: Any, theirs: Any) -> float:
-    """Return the largest difference as a share of the largest value."""
-    return max(
-        float((a.float() - b.float()).abs().max() / b.float().abs().max().clamp_min(1e-30))
-        for a, b in zip(ours, theirs, strict=True)
-    )
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def _compare(case: Comparison, target: str) -> Row:
     where = {"op": case.op, "dtype": case.dtype, "shape": case.shape, "target": target}
     emulator = driver()
@@ -61,14 +47,14 @@ def _compare(case: Comparison, target: str) -> Row:
         row["note"] = case.note
     if case.theirs is None or case.peer is None:
         return row
-    version = _version(case.peer)
+    version = version(case.peer)
     row["peer"] = f"{case.peer} {version or 'absent'}"
     if version is None:
         return row
     emulator.history = []
     theirs = case.theirs()
     row["theirs"] = tally(emulator.history, case.elements)
-    row["disagreement"] = _disagreement(ours, theirs)
+    row["disagreement"] = disagreement(tuple(theirs), tuple(ours))
     if not row["disagreement"] <= AGREEMENT[case.dtype]:
         raise NumericsError(
             f"{case.op} ({case.dtype}): ours and {row['peer']} differ by {row['disagreement']:.3g} of "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -275,14 +276,38 @@ def test_absent_packages_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert backward == ["torch", "liger-kernel"], "Unsloth computes no gradient of the weight"
 
 
+@pytest.mark.parametrize(
+    ("theirs", "ours", "share"),
+    [
+        ([4.0, 1.0], [4.0, 1.5], 0.125),
+        ([math.nan, 1.0], [4.0, 1.0], math.inf),
+        ([4.0, 1.0], [4.0, math.nan], math.inf),
+        ([-math.inf, 1.0], [-math.inf, 1.0], 0.0),
+        ([-math.inf, 1.0], [3.0, 1.0], math.inf),
+        ([0.0, 0.0], [0.0, 0.0], 0.0),
+        ([], [], 0.0),
+    ],
+)
+def test_how_far_results_are_apart(theirs: list[float], ours: list[float], share: float) -> None:
+    first = (
+        torch.ones(2),
+        torch.ones(2),
+    )  # and a result before that agrees, one after that is left out
+    got = (first[0], torch.tensor(theirs), None)
+    assert peer_calls.disagreement(got, (first[1], torch.tensor(ours), torch.ones(1))) == share
+
+
+@pytest.mark.parametrize(("factor", "told"), [(1.01, 0.01), (math.nan, None)])
 def test_a_peer_that_computes_something_else_gets_no_ratio(
-    tiny: shapes.Model, monkeypatch: pytest.MonkeyPatch
+    factor: float, told: float | None, tiny: shapes.Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wrong = dataclasses.replace(OPS["relu"], torch_baseline=lambda x: 1.01 * x.relu())
+    wrong = dataclasses.replace(OPS["relu"], torch_baseline=lambda x: factor * x.relu())
     monkeypatch.setitem(OPS, "relu", wrong)
     rows = list(kernels.measure("relu", ["tiny"], [6], ["fp32"], "cpu", 0.0))
     assert rows[0]["peer"] == "torch"
-    assert rows[0]["peer_disagreement"] == pytest.approx(0.01, rel=1e-3)
+    found = rows[0]["peer_disagreement"]
+    assert found is told if told is None else found == pytest.approx(told, rel=1e-3)
+    assert rows[0]["note"].startswith("its results differ from ours by")
     assert rows[0]["ratio"] is rows[0]["peer_ms"] is None
     assert rows[0]["ms"] > 0
 
