@@ -47,9 +47,9 @@ def _compare(case: Comparison, target: str) -> Row:
         row["note"] = case.note
     if case.theirs is None or case.peer is None:
         return row
-    version = version(case.peer)
-    row["peer"] = f"{case.peer} {version or 'absent'}"
-    if version is None:
+    found = version(case.peer)
+    row["peer"] = f"{case.peer} {found or 'absent'}"
+    if found is None:
         return row
     emulator.history = []
     theirs = case.theirs()
