@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from entrenar.errors import DTypeError, ShapeMismatchError
+from entrenar.errors import ConfigError, DTypeError, ShapeMismatchError
 
 __all__ = [
     "check_alike",
@@ -18,6 +18,7 @@ __all__ = [
     "check_positive",
     "check_same_dtype",
     "check_shape",
+    "check_softcap",
     "dtype_name",
 ]
 
@@ -98,3 +99,9 @@ def check_positive(op: str, name: str, value: float) -> None:
     """Refuse a setting that is not above zero."""
     if not value > 0:
         raise ShapeMismatchError(f"{op}: {name} is {value}, wanted more than 0", "")
+
+
+def check_softcap(op: str, value: float) -> None:
+    """Refuse a soft cap that is negative, infinite or not a number; 0 stands for none."""
+    if not 0 <= value < float("inf"):
+        raise ConfigError(f"{op}: softcap is {value}, wanted a finite number, 0 for none", "")

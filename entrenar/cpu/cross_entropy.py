@@ -84,6 +84,7 @@ def linear_cross_entropy(
     grad_scale: float | np.ndarray = 1.0,
     chunk_rows: int = 256,
     need_grad: bool = True,
+    softcap: float = 0.0,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     """Compute what :func:`entrenar.reference.cross_entropy.linear_cross_entropy` computes, fast.
 
@@ -92,24 +93,45 @@ def linear_cross_entropy(
     """
     op = "linear_cross_entropy"
     counted = check_linear(op, hidden, weight, targets, ignore_index, chunk_rows)
+    checks.check_softcap(op, softcap)
     column = check_grad_scale(op, grad_scale, hidden)
     scale = np.broadcast_to(column, (len(hidden), 1))
     rows = np.flatnonzero(counted)
-    fitting = max(CHUNK_BYTES // max(len(weight) * hidden.itemsize, 1), 1)
+    buffers = 2 if softcap and need_grad else 1
+    fitting = max(CHUNK_BYTES // max(buffers * len(weight) * hidden.itemsize, 1), 1)
     step = _even_step(len(rows), min(chunk_rows, fitting))
     buffer = np.empty((step, len(weight)), hidden.dtype)
+    slopes = np.empty_like(buffer) if buffers == 2 else None
     losses = np.empty(len(rows), hidden.dtype)
     grad_hidden = np.zeros(hidden.shape, hidden.dtype) if need_grad else None
     for start in range(0, len(rows), step):
         chunk = rows[start : start + step]
         logits = np.matmul(hidden[chunk], weight.T, out=buffer[: len(chunk)])
+        if softcap:
+            _cap_in_place(logits, softcap, None if slopes is None else slopes[: len(chunk)])
         losses[start : start + step] = _softmax_in_place(logits, targets[chunk])
         if grad_hidden is not None:
             logits[np.arange(len(chunk)), targets[chunk]] -= 1
             with np.errstate(under="ignore"):
+                if slopes is not None:
+                    logits *= slopes[: len(chunk)]
                 grad_hidden[chunk] = (logits @ weight) * scale[chunk]
     loss = np.asarray(losses.sum(), hidden.dtype)
     return loss, np.asarray(len(rows), np.int64), grad_hidden
+
+
+def _cap_in_place(logits: np.ndarray, cap: float, slopes: np.ndarray | None) -> None:
+    """Cap logits softly; ``slopes``, where given, take the derivative, 1 - tanh²."""
+    step = max(ROW_BYTES // max(logits.shape[1] * logits.itemsize, 1), 1)
+    for start in range(0, len(logits), step):
+        part = logits[start : start + step]
+        part *= 1 / cap
+        np.tanh(part, out=part)
+        if slopes is not None:
+            slope = slopes[start : start + step]
+            np.square(part, out=slope)
+            np.subtract(1, slope, out=slope)
+        part *= cap
 
 
 def _even_step(n_rows: int, most: int) -> int:

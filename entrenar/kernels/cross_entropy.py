@@ -9,7 +9,8 @@ starts at -inf and is replaced by 0 as the shift while it is -inf, so a block of
 NaN; partial sums stay one to a lane until the row ends. (p - 1) is formed in fp32 before the store.
 Row losses go to a buffer that one program sums in a fixed order: no atomics, the same to the bit on
 every run. Rows left out are selected away, not multiplied by zero. A target out of range reads
-nothing and makes the loss, and the row's gradient, NaN; on the CPU it raises at once.
+nothing and makes the loss, and the row's gradient, NaN; on the CPU it raises at once. A soft cap is
+applied to each logit as it is read, in both passes: capped logits are stored nowhere.
 
 Bytes: loss V * itemsize a row; gradient 3 V * itemsize, as a row is longer than the registers of a
 program: two reads, the second of which may hit L2, and one write, which may be onto the logits.
@@ -23,11 +24,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 
 from entrenar import checks
 from entrenar.errors import DataError, LayoutError, ShapeMismatchError
+from entrenar.kernels import _cross_entropy_kernels as _kernels
 from entrenar.kernels import _launch
 from entrenar.kernels.gemm import matmul
 
@@ -38,149 +38,6 @@ __all__ = [
     "cross_entropy_forward",
     "linear_cross_entropy",
 ]
-
-_LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
-_LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
-
-
-@triton.jit
-def _row_offset(row, stride_row):
-    """Return where a row starts, in 64 bits: 16384 rows of 256000 columns are past 2^31."""
-    return row.to(tl.int64) * stride_row
-
-
-@triton.jit
-def _row_maximum_and_sum(row_ptr, n_cols, BLOCK: tl.constexpr):
-    """Reduce a row to its shift m and sum_c exp(x[c] - m); the sum is NaN for a row of -inf."""
-    cols = tl.arange(0, BLOCK)
-    top = -float("inf")
-    shift = 0.0
-    totals = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, n_cols, BLOCK):
-        x = tl.load(row_ptr + start + cols, mask=start + cols < n_cols, other=-float("inf"))
-        x = x.to(tl.float32)
-        old = top
-        top = tl.maximum(top, tl.max(x, 0))
-        shift = tl.where(top == -float("inf"), 0.0, top)
-        totals = totals * tl.exp2((old - shift) * _LOG2E) + tl.exp2((x - shift) * _LOG2E)
-    total = tl.sum(totals, 0)
-    return shift, tl.where(total == 0.0, float("nan"), total)
-
-
-@triton.jit
-def _row_loss(shift, total, at_target, in_range):
-    # The difference first: 427 - -431 keeps its bits where adding log(total) to 427 would not.
-    loss = (shift - at_target) + tl.log2(total) * _LN2
-    return tl.where(in_range, loss, float("nan"))
-
-
-@triton.jit
-def _cross_entropy_loss_kernel(
-    logits_ptr,
-    targets_ptr,
-    losses_ptr,
-    stride_row,
-    n_cols,
-    ignore_index,
-    HAS_IGNORE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0)
-    target = tl.load(targets_ptr + row)
-    counted = True
-    if HAS_IGNORE:
-        counted = target != ignore_index
-    loss = 0.0
-    if counted:
-        row_ptr = logits_ptr + _row_offset(row, stride_row)
-        in_range = (target >= 0) & (target < n_cols)
-        at_target = tl.load(row_ptr + target, mask=in_range, other=0.0).to(tl.float32)
-        shift, total = _row_maximum_and_sum(row_ptr, n_cols, BLOCK)
-        loss = _row_loss(shift, total, at_target, in_range)
-    tl.store(losses_ptr + row, loss)
-
-
-@triton.jit
-def _cross_entropy_gradient_kernel(
-    logits_ptr,
-    targets_ptr,
-    grad_ptr,
-    losses_ptr,
-    scale_ptr,
-    stride_row,
-    stride_grad_row,
-    stride_scale,
-    n_cols,
-    first_row,
-    end_row,
-    ignore_index,
-    scale,
-    HAS_IGNORE: tl.constexpr,
-    HAS_SCALE_PTR: tl.constexpr,
-    WITH_LOSS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Write a row's gradient, which may be onto its logits, and its loss if asked."""
-    row = tl.program_id(0)
-    row_ptr = logits_ptr + _row_offset(row, stride_row)
-    out_ptr = grad_ptr + _row_offset(row, stride_grad_row)
-    cols = tl.arange(0, BLOCK)
-    counted = (row >= first_row) & (row < end_row)
-    # Targets are read in the window alone: a causal row's target may lie past the last token.
-    target = tl.load(targets_ptr + row, mask=counted, other=0)
-    if HAS_IGNORE:
-        counted = counted & (target != ignore_index)
-    loss = 0.0
-    if counted:
-        in_range = (target >= 0) & (target < n_cols)
-        # Before the reduction, whose barrier keeps it ahead of every store of this row.
-        at_target = tl.load(row_ptr + target, mask=in_range, other=0.0).to(tl.float32)
-        shift, total = _row_maximum_and_sum(row_ptr, n_cols, BLOCK)
-        loss = _row_loss(shift, total, at_target, in_range)
-        if HAS_SCALE_PTR:
-            scale = tl.load(scale_ptr + row * stride_scale).to(tl.float32)
-        scale = tl.where(in_range, scale, float("nan"))
-        inverse = 1.0 / total
-        column = target.to(tl.int32)  # out of range, its row is NaN whatever column it hits
-        for start in range(0, n_cols, BLOCK):
-            mask = start + cols < n_cols
-            x = tl.load(row_ptr + start + cols, mask=mask, other=-float("inf")).to(tl.float32)
-            p = tl.exp2((x - shift) * _LOG2E) * inverse
-            grad = (p - tl.where(start + cols == column, 1.0, 0.0)) * scale
-            tl.store(out_ptr + start + cols, grad.to(grad_ptr.dtype.element_ty), mask=mask)
-    else:
-        zeros = tl.zeros([BLOCK], grad_ptr.dtype.element_ty)
-        for start in range(0, n_cols, BLOCK):
-            tl.store(out_ptr + start + cols, zeros, mask=start + cols < n_cols)
-    if WITH_LOSS:
-        tl.store(losses_ptr + row, loss)
-
-
-@triton.jit
-def _loss_sum_kernel(
-    losses_ptr,
-    targets_ptr,
-    loss_sum_ptr,
-    counted_ptr,
-    n_rows,
-    ignore_index,
-    HAS_IGNORE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Sum row losses and count rows, in one program and a fixed order."""
-    rows = tl.arange(0, BLOCK)
-    losses = tl.zeros([BLOCK], tl.float32)
-    counts = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, n_rows, BLOCK):
-        mask = start + rows < n_rows
-        losses += tl.load(losses_ptr + start + rows, mask=mask, other=0.0)
-        counted = mask
-        if HAS_IGNORE:
-            target = tl.load(targets_ptr + start + rows, mask=mask, other=0)
-            counted = mask & (target != ignore_index)
-        counts += counted.to(tl.int32)
-    tl.store(loss_sum_ptr, tl.sum(losses, 0))
-    tl.store(counted_ptr, tl.sum(counts, 0).to(tl.int64))
 
 
 def cross_entropy_forward(
@@ -318,6 +175,7 @@ def linear_cross_entropy(
     grad_scale: float | torch.Tensor = 1.0,
     chunk_rows: int = 256,
     need_grad: bool = True,
+    softcap: float = 0.0,
     stream: Any = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Compute cross entropy of ``hidden @ weight.T`` and its gradient, without all the logits.
@@ -333,6 +191,7 @@ def linear_cross_entropy(
         grad_scale: As in :func:`cross_entropy_backward`.
         chunk_rows: Most rows of logits that exist at a time.
         need_grad: Whether to compute the gradient.
+        softcap: c of logits ``c * tanh(logit / c)``, which then are what the loss is of; 0 for none.
         stream: Stream to launch on; None is torch's current one.
 
     Returns:
@@ -341,6 +200,7 @@ def linear_cross_entropy(
 
     Raises:
         ShapeMismatchError: Sizes do not fit together, or ``chunk_rows`` is not positive.
+        ConfigError: ``softcap`` is negative or not a number.
         DTypeError: Arrays are not floating, not of one dtype, or ``targets`` not int64.
         LayoutError: ``targets`` is not contiguous.
         DataError: A target on the CPU is out of range.
@@ -350,6 +210,7 @@ def linear_cross_entropy(
     """
     op = "linear_cross_entropy"
     _check_linear(op, hidden, weight, targets, chunk_rows)
+    checks.check_softcap(op, softcap)
     _check_targets_on_cpu(op, targets, weight.shape[0], ignore_index)
     n_rows, n_cols = hidden.shape[0], weight.shape[0]
     step = _even_step(n_rows, chunk_rows)
@@ -362,13 +223,14 @@ def linear_cross_entropy(
         logits = buffer[: rows.stop - start]
         matmul(hidden[rows], weight, trans_b=True, out=logits, stream=stream)
         if grad_hidden is None:
-            _launch_loss(op, logits, targets[rows], losses[rows], ignore_index, stream)
+            _launch_loss(op, logits, targets[rows], losses[rows], ignore_index, stream, softcap)
             continue
         chunk_scale = scale[rows] if isinstance(scale, torch.Tensor) and stride_scale else scale
         given = (chunk_scale, stride_scale)
         _launch_gradient(
-            op, logits, targets[rows], logits, losses[rows], given, ignore_index, None, stream
-        )
+            op, logits, targets[rows], logits, losses[rows], given, ignore_index, None, stream,
+            softcap,
+        )  # fmt: skip
         matmul(logits, weight, out=grad_hidden[rows], stream=stream)
     loss_sum, counted = _launch_sum(op, losses, targets, ignore_index, stream)
     return loss_sum, counted, grad_hidden
@@ -417,12 +279,13 @@ def _launch_loss(
     losses: torch.Tensor,
     ignore_index: int | None,
     stream: Any,
+    softcap: float = 0.0,
 ) -> None:
     n_rows, n_cols = logits.shape
     if n_rows == 0:
         return
     _launch.launch(
-        _cross_entropy_loss_kernel,
+        _kernels._cross_entropy_loss_kernel,
         (n_rows,),
         op=op,
         stream=stream,
@@ -434,7 +297,9 @@ def _launch_loss(
         stride_row=logits.stride(0),
         n_cols=n_cols,
         ignore_index=0 if ignore_index is None else ignore_index,
+        softcap=float(softcap),
         HAS_IGNORE=ignore_index is not None,
+        HAS_CAP=softcap > 0,
         **_row_tile(n_cols),
     )
 
@@ -449,6 +314,7 @@ def _launch_gradient(
     ignore_index: int | None,
     window: tuple[int, int] | None,
     stream: Any,
+    softcap: float = 0.0,
 ) -> None:
     n_rows, n_cols = logits.shape
     if n_rows == 0:
@@ -457,7 +323,7 @@ def _launch_gradient(
     scale_ptr = value if isinstance(value, torch.Tensor) else None
     first_row, end_row = (0, n_rows) if window is None else window
     _launch.launch(
-        _cross_entropy_gradient_kernel,
+        _kernels._cross_entropy_gradient_kernel,
         (n_rows,),
         op=op,
         stream=stream,
@@ -476,8 +342,10 @@ def _launch_gradient(
         end_row=end_row,
         ignore_index=0 if ignore_index is None else ignore_index,
         scale=1.0 if isinstance(value, torch.Tensor) else float(value),
+        softcap=float(softcap),
         HAS_IGNORE=ignore_index is not None,
         HAS_SCALE_PTR=scale_ptr is not None,
+        HAS_CAP=softcap > 0,
         WITH_LOSS=losses is not None,
         **_row_tile(n_cols),
     )
@@ -489,7 +357,7 @@ def _launch_sum(
     loss_sum = _launch.empty((), torch.float32, losses)
     counted = _launch.empty((), torch.int64, losses)
     _launch.launch(
-        _loss_sum_kernel,
+        _kernels._loss_sum_kernel,
         (1,),
         op=op,
         stream=stream,

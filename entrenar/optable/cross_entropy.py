@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from entrenar.errors import DataError, DTypeError, ShapeMismatchError
+from entrenar.errors import ConfigError, DataError, DTypeError, ShapeMismatchError
 from entrenar.optable.row import Arguments, Call, ErrorCase, Function, Op, Sample
 
 __all__ = ["FUNCTIONS", "OPS"]
@@ -118,6 +118,8 @@ _LINEAR_SAMPLES = (
     Sample("R4_H8_V9_scaled", _linear(4, 8, 9, grad_scale=0.25)),
     Sample("no_rows", _linear(0, 8, 9)),
     Sample("R1_H20_V40", _linear(1, 20, 40)),
+    Sample("R5_H8_V13_capped", _linear(5, 8, 13, ignored=(2,), softcap=1.5)),
+    Sample("R6_H24_V301_capped_hardly", _linear(6, 24, 301, softcap=30.0, chunk_rows=4)),
     Sample("R33_H72_V519_chunks_of_16", _linear(33, 72, 519, (3,), chunk_rows=16), small=False),
 )
 
@@ -178,10 +180,13 @@ def _linear_baseline(
     grad_scale: float = 1.0,
     chunk_rows: int = 256,
     need_grad: bool = True,
+    softcap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     with torch.enable_grad():
         leaf = hidden.detach().requires_grad_(need_grad)
-        loss, counted = _rows_baseline(leaf @ weight.T, targets, ignore_index)
+        logits = leaf @ weight.T
+        logits = softcap * torch.tanh(logits / softcap) if softcap else logits
+        loss, counted = _rows_baseline(logits, targets, ignore_index)
         grad = torch.autograd.grad(loss * grad_scale, leaf)[0] if need_grad else None
     return loss.detach(), counted, grad
 
@@ -294,6 +299,13 @@ _LINEAR_ERRORS = (
         _with(_linear(3, 8, 9), chunk_rows=0),
         ShapeMismatchError,
         "chunk_rows is 0",
+    ),
+    ErrorCase(
+        "softcap_negative",
+        "linear_cross_entropy",
+        _with(_linear(3, 8, 9), softcap=-1.0),
+        ConfigError,
+        "softcap is -1.0",
     ),
     ErrorCase(
         "target_9",

@@ -145,6 +145,7 @@ def linear_cross_entropy(
     grad_scale: float | np.ndarray = 1.0,
     chunk_rows: int = 256,
     need_grad: bool = True,
+    softcap: float = 0.0,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     """Compute cross entropy of ``hidden @ weight.T`` and its gradient, without all the logits.
 
@@ -156,6 +157,7 @@ def linear_cross_entropy(
         grad_scale: As in :func:`cross_entropy_backward`.
         chunk_rows: Rows of logits that exist at a time.
         need_grad: Whether to compute the gradient.
+        softcap: c of logits ``c * tanh(logit / c)``, which then are what the loss is of; 0 for none.
 
     Returns:
         The summed loss and the number of counted rows, both of shape (), and the gradient of
@@ -163,20 +165,26 @@ def linear_cross_entropy(
 
     Raises:
         ShapeMismatchError: Sizes do not fit together, or ``chunk_rows`` is not positive.
+        ConfigError: ``softcap`` is negative or not a number.
         DTypeError: Arrays are not floating, not of one dtype, or ``targets`` not int64.
         DataError: A target is out of range; the message names row, value and V.
     """
     op = "linear_cross_entropy"
     counted = check_linear(op, hidden, weight, targets, ignore_index, chunk_rows)
+    checks.check_softcap(op, softcap)
     scale = np.broadcast_to(check_grad_scale(op, grad_scale, hidden), (len(hidden), 1))
     loss = np.zeros((), hidden.dtype)
     grad_hidden = np.zeros(hidden.shape, hidden.dtype) if need_grad else None
     for start in range(0, len(hidden), chunk_rows):
         rows = slice(start, start + chunk_rows)
         logits = hidden[rows] @ weight.T
+        if softcap:
+            logits = softcap * np.tanh(logits / softcap)
         loss += _loss_sum(logits, targets[rows], counted[rows])
         if grad_hidden is not None:
             grad = _gradient(op, logits, targets[rows], counted[rows], scale[rows, 0], None)
+            if softcap:
+                grad[counted[rows]] *= 1 - np.square(logits[counted[rows]] / softcap)
             grad_hidden[rows] = grad @ weight
     return loss, np.asarray(counted.sum(), np.int64), grad_hidden
 

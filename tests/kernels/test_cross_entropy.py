@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from entrenar.errors import LayoutError
-from entrenar.kernels import _launch
+from entrenar.kernels import _cross_entropy_kernels, _launch
 from entrenar.kernels import cross_entropy as kernels
 from entrenar.reference import cross_entropy as plain
 from entrenar.testing import poisoned, to_float64
@@ -153,7 +153,7 @@ def test_a_target_out_of_range_stays_in_bounds(
 
 @triton.jit
 def _row_offset_kernel(out_ptr, row, stride_row):
-    tl.store(out_ptr, kernels._row_offset(row, stride_row))
+    tl.store(out_ptr, _cross_entropy_kernels._row_offset(row, stride_row))
 
 
 def test_a_row_past_two_to_the_31() -> None:

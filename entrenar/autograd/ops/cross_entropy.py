@@ -79,6 +79,7 @@ def linear_cross_entropy(
     grad_scale: float | torch.Tensor = 1.0,
     chunk_rows: int = 256,
     counted: int | None = None,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, int]:
     """Return the summed cross entropy of ``hidden @ weight.T`` in chunks of rows, and the row count.
 
@@ -94,6 +95,7 @@ def linear_cross_entropy(
             float32 [1].
         chunk_rows: Rows whose logits exist at once.
         counted: As in :func:`cross_entropy`.
+        softcap: c of logits ``c * tanh(logit / c)``, which then are what the loss is of; 0 for none.
 
     Raises:
         AutogradError: ``weight`` requires a gradient.
@@ -106,7 +108,7 @@ def linear_cross_entropy(
     targets = as_storage(targets)
     loss, rows, grad_hidden = run(
         "linear_cross_entropy", hidden, weight, targets, ignore_index=ignore_index,
-        grad_scale=grad_scale, chunk_rows=chunk_rows, need_grad=recording(hidden),
+        grad_scale=grad_scale, chunk_rows=chunk_rows, need_grad=recording(hidden), softcap=softcap,
     )  # fmt: skip
     saved = (None if grad_hidden is None else grad_hidden.data,)
     record("linear_cross_entropy", (hidden,), loss, _linear_backward, saved=saved)

@@ -285,6 +285,7 @@ class InstructPipeline:
             packed.targets,
             grad_scale=grad_scale,
             counted=packed.rows.shape[0],
+            softcap=self.model.config.final_logit_softcapping,
         )
 
     def _replayed(self, batches: dict[int, Sequence[Example]], total: int) -> Tensor:
