@@ -91,6 +91,10 @@ def _spec(op: str, dtype: str, shape: str, kernel: Any, given: dict[str, Any]) -
         ):
             signature[name], constants[name] = "constexpr", value
             continue
+        if hasattr(value, "block_shape"):  # a tensor descriptor
+            element = infer_type(value.base).removeprefix("*")
+            signature[name] = f"tensordesc<{element}{list(value.block_shape)}>"
+            continue
         signature[name] = infer_type(value)
         size = value.data_ptr() if is_array(value) else value if type(value) is int else 1
         if size % 16 == 0 and not plain:

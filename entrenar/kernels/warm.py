@@ -73,6 +73,8 @@ def _specialised(value: Any) -> Any:
     """Return what of an argument decides the code: Triton's specialisation, not coarser than it."""
     if isinstance(value, torch.Tensor):
         return value.dtype, value.data_ptr() % 16 == 0
+    if hasattr(value, "block_shape"):  # a tensor descriptor
+        return value.base.dtype, tuple(value.block_shape)
     if type(value) is int:
         return value == 1, value % 16 == 0, -(2**31) <= value < 2**31, value < 2**63
     return value if value is None else type(value)
