@@ -14,7 +14,7 @@ import torch
 
 from entrenar import optable
 from entrenar.optable import OPS
-from perf import kernels, passes, peer_calls, shapes
+from perf import kernels, passes, peer_calls, peer_ops, shapes
 from perf.__main__ import main
 from perf.calls import Maker
 from perf.timing import CpuTimer, Roofs, Variant, environment, quantiles, take_turns
@@ -235,7 +235,7 @@ def test_every_baseline_is_a_peer(op: optable.Op) -> None:
 
 LIGER_HAS = [
     case for case in CASES
-    if any(i.package == peer_calls.LIGER for i in peer_calls._OTHERS.get(case.op, ()))
+    if any(i.package == peer_ops.LIGER for i in peer_ops.OTHERS.get(case.op, ()))
 ]  # fmt: skip
 
 
@@ -255,7 +255,7 @@ def test_liger_computes_the_same_emulated(
     compared = 0
     for call in found.passes:
         for peer in peer_calls.peers(found, call, "cpu"):
-            if peer.package != peer_calls.LIGER:
+            if peer.package != peer_ops.LIGER:
                 continue
             assert peer.variant is not None, peer.note
             compared += 1
