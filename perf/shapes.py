@@ -93,18 +93,6 @@ def _products() -> Iterator[Case]:
         return make
 
     yield Case(
-        "gemm", "TxH @ HxF",
-        lambda m, n: {"a": m.floats(n["T"], n["H"]), "b": weight(m, n["H"], n["F"])},
-    )  # fmt: skip
-    yield Case("linear", "TxH, weight ADxH, bias AD", linear("H", "AD", bias=True))
-    yield Case("linear", "TxH, weight FxH", linear("H", "F"))
-    yield Case("linear", "TxF, weight HxF", linear("F", "H"))
-    yield Case("linear", "RxH, weight VxH", linear("H", "V", rows="R"))
-    yield Case(
-        "matmul", "AxTxD @ AxDxP",
-        lambda m, n: {"a": m.floats(n["A"], n["T"], n["D"]), "b": m.floats(n["A"], n["D"], n["P"])},
-    )  # fmt: skip
-    yield Case(
         "nf4_gemm", "TxH, nf4 double weight FxH",
         lambda m, n: {"x": m.floats(n["T"], n["H"]), "w": m.nf4(n["F"], n["H"], True)},
     )  # fmt: skip
@@ -119,6 +107,18 @@ def _products() -> Iterator[Case]:
             "dropout_p": 0.0,
             "seed": 0,
         },
+    )  # fmt: skip
+    yield Case(
+        "gemm", "TxH @ HxF",
+        lambda m, n: {"a": m.floats(n["T"], n["H"]), "b": weight(m, n["H"], n["F"])},
+    )  # fmt: skip
+    yield Case("linear", "TxH, weight ADxH, bias AD", linear("H", "AD", bias=True))
+    yield Case("linear", "TxH, weight FxH", linear("H", "F"))
+    yield Case("linear", "TxF, weight HxF", linear("F", "H"))
+    yield Case("linear", "RxH, weight VxH", linear("H", "V", rows="R"))
+    yield Case(
+        "matmul", "AxTxD @ AxDxP",
+        lambda m, n: {"a": m.floats(n["A"], n["T"], n["D"]), "b": m.floats(n["A"], n["D"], n["P"])},
     )  # fmt: skip
 
 
@@ -250,6 +250,6 @@ def _elementwise() -> Iterator[Case]:
 
 
 def cases() -> tuple[Case, ...]:
-    """Return every case, products first: what a training step spends its time in."""
+    """Return every case, first what a QLoRA step spends its time in: a run that is cut short has that."""
     families = (_products, _attention, _losses, _rows, _flat, _elementwise)
     return tuple(case for family in families for case in family())
