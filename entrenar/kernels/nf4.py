@@ -473,13 +473,12 @@ def nf4_dequantize(
     prepare(op, *w.tensors(), out)
     n, _, n_blocks = nf4_sizes(w.shape, w.block_size)
     rows = max(_DEQUANTIZE_TILE // w.block_size, 1)
-    found = tables(out.device)
     launch(
         _dequantize_kernel,
         (cdiv(n_blocks, rows),),
         op=op,
         stream=stream,
-        reads=(*w.tensors(), found.levels, found.nested),
+        reads=decode_reads(w),
         writes=(out,),
         **decode_arguments(w),
         out_ptr=out,
@@ -508,6 +507,12 @@ def decode_arguments(w: NF4Weight) -> dict[str, Any]:
         "DOUBLE": w.double_quant,
         "NESTED": NESTED_BLOCK,
     }
+
+
+def decode_reads(w: NF4Weight) -> tuple[torch.Tensor, ...]:
+    """Return the storage that a kernel reads to decode ``w``."""
+    found = tables(w.codes.device)
+    return (*w.tensors(), found.levels, *((found.nested,) if w.double_quant else ()))
 
 
 def nf4_sizes(shape: tuple[int, ...], block_size: int) -> tuple[int, int, int]:
