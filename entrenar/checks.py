@@ -32,9 +32,17 @@ def dtype_name(array: Any) -> str:
 
 def check_array(op: str, name: str, array: Any) -> None:
     """Refuse what has no shape and dtype: None, a number, a list."""
+    if _is_array(type(array)):
+        return
     if not (hasattr(array, "shape") and hasattr(array, "dtype")):
         got = "None" if array is None else f"a {type(array).__name__}"
         raise DTypeError(f"{op}: {name} is {got}, wanted an array", f"pass storage for {name}")
+
+
+@functools.cache
+def _is_array(kind: type) -> bool:
+    """Whether all objects of a class are arrays: asked once a class and not at every check."""
+    return hasattr(kind, "shape") and hasattr(kind, "dtype")
 
 
 @functools.cache
@@ -56,6 +64,8 @@ def check_ndim(op: str, name: str, array: Any, *ndims: int) -> None:
 def check_shape(op: str, name: str, array: Any, wanted: tuple[int, ...], hint: str = "") -> None:
     """Refuse an array of another shape; -1 in ``wanted`` matches any size."""
     check_array(op, name, array)
+    if array.shape == wanted:
+        return
     got = tuple(array.shape)
     fits = len(got) == len(wanted) and all(w in (-1, g) for g, w in zip(got, wanted, strict=True))
     if not fits:
@@ -76,9 +86,14 @@ def check_dtype(op: str, name: str, array: Any, *wanted: str) -> None:
 
 def check_same_dtype(op: str, **arrays: Any) -> None:
     """Refuse arrays of different dtypes; None is passed over."""
+    kinds = set()
+    for name, array in arrays.items():
+        if array is not None:
+            check_array(op, name, array)
+            kinds.add(array.dtype)
+    if len(kinds) < 2:
+        return
     given = {name: array for name, array in arrays.items() if array is not None}
-    for name, array in given.items():
-        check_array(op, name, array)
     names = {name: dtype_name(array) for name, array in given.items()}
     if len(set(names.values())) > 1:
         listed = ", ".join(f"{name} {dtype}" for name, dtype in names.items())

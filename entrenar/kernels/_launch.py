@@ -104,19 +104,23 @@ def num_warps_for(block: int) -> int:
     return min(max(block // 512, 1), 16) if block >= 1024 else max(min(block // 128, 4), 1)
 
 
+_CPU = {torch.device("cpu")}
+
+
 def prepare(op: str, *tensors: torch.Tensor | None) -> None:
     """Check that storage lies on one device and that kernels can run there.
 
     Raises:
         DeviceError: Several devices, or CPU storage without a backend that runs kernels on it.
     """
-    devices = sorted({str(t.device) for t in tensors if t is not None})
+    devices = {t.device for t in tensors if t is not None}
     if len(devices) > 1:
+        listed = " and ".join(sorted(map(str, devices)))
         raise DeviceError(
-            f"{op}: arguments lie on {' and '.join(devices)}, wanted one device",
+            f"{op}: arguments lie on {listed}, wanted one device",
             "move them to the same device first",
         )
-    if devices == ["cpu"] and runtime.backend() == "numpy":
+    if devices == _CPU and runtime.backend() == "numpy":
         raise DeviceError(
             f"{op}: a Triton kernel was given CPU storage",
             "set ENTRENAR_BACKEND=triton to interpret kernels or ENTRENAR_BACKEND=ptx to emulate "
