@@ -39,10 +39,15 @@ def check_array(op: str, name: str, array: Any) -> None:
         raise DTypeError(f"{op}: {name} is {got}, wanted an array", f"pass storage for {name}")
 
 
-@functools.cache
+_ARRAYS: dict[type, bool] = {}
+
+
 def _is_array(kind: type) -> bool:
-    """Whether all objects of a class are arrays: asked once a class and not at every check."""
-    return hasattr(kind, "shape") and hasattr(kind, "dtype")
+    """Whether all objects of a class are arrays: found out once a class and not at every check."""
+    known = _ARRAYS.get(kind)
+    if known is None:
+        known = _ARRAYS[kind] = hasattr(kind, "shape") and hasattr(kind, "dtype")
+    return known
 
 
 @functools.cache
