@@ -1,114 +1,138 @@
-"""Tiles of matrix products: which, by kind of operand, sizes and shared memory, and how k is split.
+"""Tiles of matrix products: which, by architecture, kind of operand and sizes, and how k is split.
 
-Chosen by a table and a cost, never tuned at run time, so that the order of a sum is a function of
-shape, dtype, alignment and the device's shared memory: the same on every run.
+Chosen by a table and a cost, never tuned at run time, so that the order of a sum is a function of shape,
+dtype, alignment and architecture: the same on every run.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+import math
 
 import torch
 
-from entrenar.kernels._launch import cdiv
+from entrenar import runtime
+from entrenar.kernels._gemm_tables import KINDS, PROCESSORS, SHARED_BYTES, TABLES, Tile
+from entrenar.kernels._launch import cdiv, next_power_of_2, on_amd
 
-__all__ = ["GROUP_M", "Tile", "choose_split", "choose_tile", "kind_of"]
-
-
-class Tile(NamedTuple):
-    """A tile of the result, the step over k, and how it is run.
-
-    ``speed`` is its throughput on a full device as a share of the fastest tile's: the published order
-    of Triton's tutorials 03 and 09 on Hopper, not measured here. It weighs tiles against waves.
-    """
-
-    m: int
-    n: int
-    k: int
-    warps: int
-    stages: int
-    speed: float
-
+__all__ = [
+    "GROUP_M",
+    "KINDS",
+    "MATRIX_ROWS",
+    "Tile",
+    "architecture_of",
+    "choose_split",
+    "choose_tile",
+    "has_descriptors",
+    "kind_of",
+    "listed",
+    "programs_at_a_time",
+]
 
 GROUP_M = 8
-# What work is spread over, whatever the device has (132 is H100's), so that its count changes no sum.
-_PROCESSORS = 132
-# By kind of operand. None spills on sm_80 or sm_90; those of 64 rows and more use wgmma on sm_90.
-# Rows that do not start at multiples of 16 elements are read element by element, through registers,
-# which wide tiles have not enough of.
-_TILES = {
-    "16-bit": (
-        Tile(128, 256, 64, 8, 3, 1.0),
-        Tile(128, 128, 64, 8, 4, 0.88),
-        Tile(128, 64, 64, 4, 4, 0.72),
-        Tile(64, 128, 64, 4, 4, 0.72),
-        Tile(64, 64, 64, 4, 4, 0.55),
-        Tile(64, 32, 64, 4, 4, 0.35),
-        Tile(64, 16, 64, 4, 4, 0.2),
-        Tile(32, 64, 128, 4, 4, 0.3),
-        Tile(16, 64, 128, 4, 4, 0.2),
-    ),
-    "16-bit unaligned": (
-        Tile(128, 64, 32, 8, 2, 1.0),
-        Tile(64, 64, 32, 4, 2, 0.8),
-        Tile(64, 32, 32, 4, 2, 0.5),
-        Tile(32, 64, 64, 4, 2, 0.5),
-        Tile(16, 64, 64, 4, 2, 0.3),
-    ),
-    "fp32": (
-        Tile(128, 128, 16, 8, 3, 1.0),
-        Tile(128, 64, 16, 8, 3, 0.85),
-        Tile(64, 64, 16, 4, 2, 0.75),
-        Tile(32, 64, 32, 4, 3, 0.5),
-        Tile(16, 64, 32, 4, 3, 0.35),
-    ),
-    "fp32 unaligned": (
-        Tile(64, 64, 16, 4, 3, 1.0),
-        Tile(32, 64, 32, 4, 3, 0.7),
-        Tile(16, 64, 32, 4, 3, 0.5),
-    ),
-    "tf32": (
-        Tile(128, 128, 32, 8, 3, 1.0),
-        Tile(64, 64, 32, 4, 4, 0.6),
-        Tile(16, 64, 64, 4, 4, 0.2),
-    ),
-}
-_MATRIX_ROWS = 64
+MATRIX_ROWS = 64
 _MIN_K_PER_SPLIT = 256
 _MAX_SPLITS = 32
+_WARPS_OF_PROCESSOR = 64
+# Of the first row below it where an architecture has none of its own.
+_CAPABILITIES = (75, 80, 86, 89, 90, 100, 120)
+
+
+def architecture_of(device: torch.device) -> str:
+    """Return the architecture whose row of the tables a device takes, or the target a CPU stands in for."""
+    if device.type == "cuda":
+        return _architecture_of_gpu(device)
+    if not on_amd():
+        return listed(runtime.ptx_target())
+    if torch.cuda.is_available():  # the host's storage stands in for the GPU's
+        return _architecture_of_gpu(torch.device("cuda", torch.cuda.current_device()))
+    # offline compilation names its target in torch.version.hip
+    return listed(str(torch.version.hip).rsplit(" ", 1)[-1])
+
+
+@functools.cache
+def _architecture_of_gpu(device: torch.device) -> str:
+    properties = torch.cuda.get_device_properties(device)
+    if on_amd():
+        return listed(str(properties.gcnArchName).split(":")[0])
+    return listed(f"sm_{properties.major}{properties.minor}")
+
+
+@functools.cache
+def listed(name: str) -> str:
+    """Return the architecture of the tables that stands for another: sm_87 takes the row of sm_86, say."""
+    if name in TABLES:
+        return name
+    if not name.startswith("sm_"):
+        newer = name.startswith(("gfx10", "gfx11", "gfx12"))
+        return "gfx1100" if newer else "gfx942" if name.startswith("gfx9") else "gfx90a"
+    capability = int(name.removeprefix("sm_"))
+    return f"sm_{max((c for c in _CAPABILITIES if c <= capability), default=75)}"
+
+
+def has_descriptors(architecture: str) -> bool:
+    """Whether products there go through tensor descriptors.
+
+    GPUs of compute capability 12.0 have them too, but with 99 KiB of shared memory and without the
+    matrix instructions that read operands from it they gain nothing, and Triton 3.6 spills there.
+    """
+    return architecture in ("sm_90", "sm_100")
 
 
 @functools.lru_cache(maxsize=4096)
-def choose_tile(kind: str, batch: int, m: int, n: int, shared_bytes: int) -> Tile:
+def choose_tile(architecture: str, kind: str, batch: int, m: int, n: int) -> Tile:
     """Return the tile that finishes a product first by waves times work over speed.
 
     Args:
+        architecture: A row of the tables, such as ``"sm_90"``.
         kind: ``"16-bit"``, ``"fp32"``, either followed by ``" unaligned"``, or ``"tf32"``.
         batch: Products.
         m: Rows of each result.
         n: Columns of each result.
-        shared_bytes: Shared memory a program may use; stages are given up to fit it.
     """
-    itemsize = 2 if kind.startswith("16-bit") else 4
+    tiles = TABLES[architecture][kind]
 
     def cost(tile: Tile) -> float:
         count = batch * cdiv(m, tile.m) * cdiv(n, tile.n)
-        return cdiv(count, _PROCESSORS) * tile.m * tile.n / tile.speed
+        return cdiv(count, PROCESSORS[architecture]) * tile.m * tile.n / _speed(tile)
 
-    fitting = [f for f in (_fit(t, itemsize, shared_bytes) for t in _TILES[kind]) if f is not None]
-    if m >= _MATRIX_ROWS and itemsize == 2:
+    if m >= MATRIX_ROWS and kind.startswith("16-bit"):
         # shorter tiles miss the widest matrix instructions
-        fitting = [tile for tile in fitting if tile.m >= _MATRIX_ROWS]
-    return min(fitting, key=cost)
+        tiles = tuple(tile for tile in tiles if tile.m >= MATRIX_ROWS)
+    else:
+        # few rows are bound by reading b: rows that are not there would be computed for nothing
+        least = min(tile.m for tile in tiles)
+        tiles = tuple(tile for tile in tiles if tile.m <= max(next_power_of_2(m), least))
+    return min(tiles, key=cost)
 
 
-def _fit(tile: Tile, itemsize: int, shared_bytes: int) -> Tile | None:
-    per_stage = (tile.m + tile.n) * tile.k * itemsize
-    stages = min(tile.stages, shared_bytes // per_stage)
-    # the widest tile spills 64 bytes on sm_120 with two stages
-    least = 3 if tile.m * tile.n > 128 * 128 else 2
-    return tile._replace(stages=stages) if stages >= least else None
+def _speed(tile: Tile) -> float:
+    """Return what a tile's throughput on a full device goes with; a rule, not a measurement.
+
+    Operations per byte read are m n / (m + n). With matrix units the bound, a tile's shape would not
+    matter; with the second cache the bound, throughput would go with that number. Its root lies between
+    and keeps the order of Triton's tutorials 03 and 09.
+    """
+    return math.sqrt(tile.m * tile.n / (tile.m + tile.n))
+
+
+def programs_at_a_time(device: torch.device, architecture: str, tile: Tile) -> int:
+    """Return how many programs of a persistent product a device runs at a time.
+
+    Its own count on a GPU, as no sum depends on it, else that of the architecture.
+    """
+    itemsize = 2
+    # four stages and 32 KiB of the result, as _gemm_described lays it out
+    nbytes = (tile.m + tile.n) * tile.k * itemsize * tile.stages + (33 << 10)
+    of_processor = min(SHARED_BYTES[architecture] // nbytes, _WARPS_OF_PROCESSOR // tile.warps)
+    return _processors_of(device, architecture) * max(of_processor, 1)
+
+
+@functools.cache
+def _processors_of(device: torch.device, architecture: str) -> int:
+    if device.type != "cuda":
+        return PROCESSORS[architecture]
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def kind_of(a: torch.Tensor, b: torch.Tensor, precision: str) -> str:
@@ -127,9 +151,10 @@ def _aligned(storage: torch.Tensor) -> bool:
     return bool(lengths) and even and storage.data_ptr() % 16 == 0
 
 
-def choose_split(tiles: int, k: int, block_k: int) -> tuple[int, int]:
+def choose_split(architecture: str, tiles: int, k: int, block_k: int) -> tuple[int, int]:
     """Return (inner length of a part, parts): one part unless tiles leave half the device idle."""
-    wanted = min(_PROCESSORS // max(tiles, 1), k // _MIN_K_PER_SPLIT, _MAX_SPLITS)
+    processors = PROCESSORS[architecture]
+    wanted = min(processors // max(tiles, 1), k // _MIN_K_PER_SPLIT, _MAX_SPLITS)
     if wanted < 2:
         return max(k, 1), 1
     per_split = cdiv(cdiv(k, wanted), block_k) * block_k

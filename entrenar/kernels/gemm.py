@@ -16,12 +16,21 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 
 from entrenar.checks import check_dtype, check_ndim, check_same_dtype, check_shape
 from entrenar.errors import ConfigError, LayoutError, ShapeMismatchError
-from entrenar.kernels._gemm_tiles import GROUP_M, choose_split, choose_tile, kind_of
+from entrenar.kernels._gemm_described import Layout, describe, launch_described
+from entrenar.kernels._gemm_kernels import add_parts_kernel, matmul_kernel
+from entrenar.kernels._gemm_tiles import (
+    GROUP_M,
+    MATRIX_ROWS,
+    Tile,
+    architecture_of,
+    choose_split,
+    choose_tile,
+    has_descriptors,
+    kind_of,
+)
 from entrenar.kernels._launch import (
     cdiv,
     check_floating,
@@ -32,145 +41,9 @@ from entrenar.kernels._launch import (
     on_amd,
     prepare,
     require_contiguous,
-    shared_bytes,
 )
 
 __all__ = ["gemm_backward_a", "gemm_backward_b", "gemm_forward", "matmul"]
-
-
-@triton.jit
-def _grouped_tile(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
-    """Walk GROUP_M rows of tiles column by column, so that neighbours share what they read."""
-    per_group = GROUP_M * tiles_n
-    first_m = (tile // per_group) * GROUP_M
-    rows = tl.minimum(tiles_m - first_m, GROUP_M)
-    within = tile % per_group
-    return first_m + within % rows, within // rows
-
-
-@triton.jit
-def _matmul_kernel(
-    a_ptr,
-    b_ptr,
-    bias_ptr,
-    out_ptr,
-    M,
-    N,
-    K,
-    k_per_split,
-    stride_ab,
-    stride_am,
-    stride_ak,
-    stride_bb,
-    stride_bk,
-    stride_bn,
-    stride_os,
-    stride_ob,
-    stride_om,
-    stride_on,
-    scale,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    SPLIT_K: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    UPCAST_DOT: tl.constexpr,
-):
-    """One tile of one part of one product; parts (SPLIT_K > 1) are stored raw, to be added later."""
-    tiles_m = tl.cdiv(M, BLOCK_M)
-    tiles_n = tl.cdiv(N, BLOCK_N)
-    pid = tl.program_id(0)
-    part = pid // (tiles_m * tiles_n)
-    split = (part % SPLIT_K).to(tl.int64)
-    batch = (part // SPLIT_K).to(tl.int64)
-    pid_m, pid_n = _grouped_tile(pid % (tiles_m * tiles_n), tiles_m, tiles_n, GROUP_M)
-
-    rows = pid_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M]
-    cols = pid_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
-    ks = tl.arange(0, BLOCK_K).to(tl.int64)  # [BLOCK_K]
-    first_k = split * k_per_split
-    left = tl.minimum(K - first_k, k_per_split).to(tl.int32)
-    a_ptrs = a_ptr + batch * stride_ab + first_k * stride_ak
-    a_ptrs = a_ptrs + (rows[:, None] * stride_am + ks[None, :] * stride_ak)
-    b_ptrs = b_ptr + batch * stride_bb + first_k * stride_bk
-    b_ptrs = b_ptrs + (ks[:, None] * stride_bk + cols[None, :] * stride_bn)
-    step = tl.full((), BLOCK_K, tl.int64)
-    in_rows = (rows < M)[:, None]
-    in_cols = (cols < N)[None, :]
-
-    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for start in range(0, left, BLOCK_K):
-        if EVEN_K:
-            a = tl.load(a_ptrs, mask=in_rows, other=0.0)
-            b = tl.load(b_ptrs, mask=in_cols, other=0.0)
-        else:
-            in_k = tl.arange(0, BLOCK_K) < left - start
-            a = tl.load(a_ptrs, mask=in_rows & in_k[None, :], other=0.0)
-            b = tl.load(b_ptrs, mask=in_k[:, None] & in_cols, other=0.0)
-        if UPCAST_DOT:
-            a = a.to(tl.float32)
-            b = b.to(tl.float32)
-        acc = tl.dot(a, b, acc, input_precision=PRECISION)
-        a_ptrs += step * stride_ak
-        b_ptrs += step * stride_bk
-
-    inside = in_rows & in_cols
-    out_ptrs = out_ptr + split * stride_os + batch * stride_ob
-    out_ptrs = out_ptrs + (rows[:, None] * stride_om + cols[None, :] * stride_on)
-    if SPLIT_K == 1:
-        acc = acc * scale
-        if HAS_BIAS:
-            bias = tl.load(bias_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
-            acc += bias[None, :]
-        if ACCUMULATE:
-            acc += tl.load(out_ptrs, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _add_parts_kernel(
-    parts_ptr,
-    bias_ptr,
-    out_ptr,
-    M,
-    N,
-    n_parts,
-    stride_part,
-    stride_ob,
-    stride_om,
-    stride_on,
-    scale,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
-):
-    """Add the parts of a product in order, then finish it as the unsplit kernel does."""
-    tiles_m = tl.cdiv(M, BLOCK_M)
-    tiles_n = tl.cdiv(N, BLOCK_N)
-    pid = tl.program_id(0)
-    tile = pid % (tiles_m * tiles_n)
-    batch = (pid // (tiles_m * tiles_n)).to(tl.int64)
-    rows = (tile // tiles_n).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M]
-    cols = (tile % tiles_n) * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
-    inside = (rows < M)[:, None] & (cols < N)[None, :]
-    part_ptrs = parts_ptr + (batch * M + rows)[:, None] * N + cols[None, :]
-    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for _ in range(n_parts):
-        acc += tl.load(part_ptrs, mask=inside, other=0.0)
-        part_ptrs += stride_part
-    acc = acc * scale
-    if HAS_BIAS:
-        acc += tl.load(bias_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
-    out_ptrs = out_ptr + batch * stride_ob
-    out_ptrs = out_ptrs + (rows[:, None] * stride_om + cols[None, :].to(tl.int64) * stride_on)
-    if ACCUMULATE:
-        acc += tl.load(out_ptrs, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def gemm_forward(
@@ -393,24 +266,67 @@ def _launch_product(
 ) -> None:
     batch = a.shape[0] if a.ndim == 3 else 1
     m, n, k = a.shape[-2], b.shape[-1], a.shape[-1]
-    kind = kind_of(a, b, precision)
-    tile = choose_tile(kind, batch, m, n, shared_bytes(a.device))
+    architecture = architecture_of(a.device)
+    layouts = _described(a, b, architecture)
+    kind = "16-bit" if layouts else kind_of(a, b, precision)
+    tile = choose_tile(architecture, kind, batch, m, n)
+    if layouts and tile.m < MATRIX_ROWS:
+        # matrix instructions of few rows take their operands from registers: nothing is gained
+        layouts, kind = None, kind_of(a, b, precision)
+        tile = choose_tile(architecture, kind, batch, m, n)
     tiles = batch * cdiv(m, tile.m) * cdiv(n, tile.n)
-    k_per_split, splits = choose_split(tiles, k, tile.k)
+    split = choose_split(architecture, tiles, k, tile.k)
+    splits = split[1]
     target = c if splits == 1 else empty((splits, batch, m, n), torch.float32, like=a)
     finish: dict[str, Any] = {
         "HAS_BIAS": bias is not None,
         "ACCUMULATE": accumulate,
         "scale": scale,
+        "bias_ptr": a if bias is None else bias,
     }
-    finish["bias_ptr"] = a if bias is None else bias
     extra = () if bias is None else (bias,)
     extra = (*extra, c) if accumulate else extra
+    reads = (a, b, *extra) if splits == 1 else (a, b)
+    sizes = (batch, m, n, k)
+    if layouts:
+        launch_described(
+            order, (a, layouts[0]), (b, layouts[1]), target, finish, reads, sizes, split, tile,
+            architecture,
+        )  # fmt: skip
+    else:
+        _launch_through_pointers(order, a, b, target, finish, reads, sizes, split, tile, precision)
+    if splits > 1:
+        _launch_add_parts(order, target, c, finish, extra, (batch, m, n))
+
+
+def _described(a: torch.Tensor, b: torch.Tensor, architecture: str) -> tuple[Layout, Layout] | None:
+    """Return the layouts of both operands where the product can go through tensor descriptors."""
+    if not has_descriptors(architecture) or a.element_size() != 2 or a.shape[-1] == 0:
+        return None
+    left = describe(a)
+    right = describe(b) if left else None
+    return (left, right) if left and right else None
+
+
+def _launch_through_pointers(
+    order: dict[str, Any],
+    a: torch.Tensor,
+    b: torch.Tensor,
+    target: torch.Tensor,
+    finish: dict[str, Any],
+    reads: tuple[torch.Tensor, ...],
+    sizes: tuple[int, int, int, int],
+    split: tuple[int, int],
+    tile: Tile,
+    precision: str,
+) -> None:
+    batch, m, n, k = sizes
+    k_per_split, splits = split
     launch(
-        _matmul_kernel,
-        (tiles * splits,),
+        matmul_kernel,
+        (batch * cdiv(m, tile.m) * cdiv(n, tile.n) * splits,),
         **order,
-        reads=(a, b, *extra) if splits == 1 else (a, b),
+        reads=reads,
         writes=(target,),
         a_ptr=a,
         b_ptr=b,
@@ -441,8 +357,6 @@ def _launch_product(
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
-    if splits > 1:
-        _launch_add_parts(order, target, c, finish, extra, (batch, m, n))
 
 
 def _launch_add_parts(
@@ -457,7 +371,7 @@ def _launch_add_parts(
     block_n = min(next_power_of_2(n), 256)
     block_m = min(next_power_of_2(m), max(1024 // block_n, 1))
     launch(
-        _add_parts_kernel,
+        add_parts_kernel,
         (batch * cdiv(m, block_m) * cdiv(n, block_n),),
         **order,
         reads=(parts, *extra),

@@ -1,13 +1,16 @@
-"""Products compiled: odd sizes, strides, poisoned padding, accumulation, fixed order, tile choice."""
+"""Products compiled: odd sizes, strides, poisoned padding, accumulation, fixed order, far offsets."""
 
 from __future__ import annotations
+
+import re
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from entrenar.errors import DeviceError, DTypeError, LayoutError
-from entrenar.kernels import _gemm_tiles, gemm
+from entrenar.kernels import _gemm_tiles, _launch, gemm, warm
 from entrenar.testing import Tolerance, assert_close, poisoned, to_float64
 
 
@@ -107,7 +110,7 @@ def test_split_sums_finish_like_whole_ones(trans_a: bool, trans_b: bool, device:
     a = normals(*((k, m) if trans_a else (m, k)), device=device)
     b = normals(*((n, k) if trans_b else (k, n)), device=device)
     bias, out = normals(n, device=device), normals(m, n, device=device)
-    assert _gemm_tiles.choose_split(1, k, 32)[1] > 1
+    assert _gemm_tiles.choose_split("sm_80", 1, k, 32)[1] > 1
     left = to_float64(a).T if trans_a else to_float64(a)
     right = to_float64(b).T if trans_b else to_float64(b)
     wanted = 0.5 * left @ right + to_float64(bias) + to_float64(out)
@@ -142,26 +145,84 @@ def test_what_a_kernel_cannot_take_is_refused(device: str, monkeypatch: pytest.M
             gemm.gemm_forward(a, a)
 
 
-def test_tiles_follow_shape_and_memory() -> None:
-    hopper, ada, least = 227 << 10, 99 << 10, 64 << 10
-    assert _gemm_tiles.choose_tile("16-bit", 1, 8192, 8192, hopper)[:3] == (128, 256, 64)
-    assert _gemm_tiles.choose_tile("16-bit", 1, 4, 4096, hopper).m == 16
-    assert _gemm_tiles.choose_tile("16-bit", 1, 4096, 16, hopper).n == 16
-    for kind in ("16-bit", "16-bit unaligned", "fp32", "fp32 unaligned", "tf32"):
-        for m in (1, 16, 63, 64, 200, 2048, 8192):
-            for n in (1, 16, 256, 1536, 4096):
-                for shared in (hopper, ada, least):
-                    tile = _gemm_tiles.choose_tile(kind, 1, m, n, shared)
-                    itemsize = 2 if kind.startswith("16-bit") else 4
-                    assert (tile.m + tile.n) * tile.k * itemsize * tile.stages <= shared
-                    assert tile.m >= 64 or m < 64 or itemsize == 4
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("which", ["forward", "backward_a", "backward_b"])
+def test_every_product_of_a_layer_splits(
+    which: str, batched: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forward and both gradients, batched or not, add onto what is there, the same on every run."""
+    m, n, k = {"forward": (5, 40, 700), "backward_a": (5, 700, 40), "backward_b": (700, 5, 40)}[
+        which
+    ]
+    a, b, grad = (normals(*s, device=device) for s in ((m, k), (k, n), (m, n)))
+    splits = []
+    choose = gemm.choose_split
+
+    def spy(*given: Any) -> tuple[int, int]:
+        splits.append(choose(*given)[1])
+        return choose(*given)
+
+    monkeypatch.setattr(gemm, "choose_split", spy)
+    call, left, right = {
+        "forward": (gemm.gemm_forward, a, b),
+        "backward_a": (gemm.gemm_backward_a, grad, b),
+        "backward_b": (gemm.gemm_backward_b, a, grad),
+    }[which]
+    options: dict[str, Any] = {}
+    if batched:
+        left, right = (torch.stack((x, 2 * x)) for x in (left, right))
+        call = gemm.matmul
+        options = {"trans_a": which == "backward_b", "trans_b": which == "backward_a"}
+    wanted = to_float64(left.mT if which == "backward_b" else left) @ to_float64(
+        right.mT if which == "backward_a" else right
+    )
+    out = normals(*wanted.shape, device=device)
+    wanted = wanted + to_float64(out)
+    again = out.clone()
+    for target in (out, again):
+        call(left, right, out=target, accumulate=True, **options)
+    assert splits == [2, 2]
+    within(out, wanted, 701)
+    assert torch.equal(out, again)
 
 
-@pytest.mark.parametrize("k", [0, 1, 255, 256, 511, 1031, 11008])
-@pytest.mark.parametrize("tiles", [1, 2, 66, 67, 500])
-def test_parts_cover_the_inner_size_once(tiles: int, k: int) -> None:
-    for block in (16, 64, 128):
-        each, parts = _gemm_tiles.choose_split(tiles, k, block)
-        assert parts >= 1
-        assert (parts - 1) * each < max(k, 1) <= parts * each
-        assert parts == 1 or tiles * parts <= 2 * 132
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_operands_of_stride_zero(dtype: torch.dtype, device: str) -> None:
+    """One row, one column or one matrix for all is read in place."""
+    row, column = (
+        normals(1, 40, device=device, dtype=dtype),
+        normals(70, 1, device=device, dtype=dtype),
+    )
+    b = normals(40, 24, device=device, dtype=dtype)
+    wide, tall = row.expand(70, 40), column.expand(70, 40)
+    within(gemm.gemm_forward(wide, b), to_float64(wide) @ to_float64(b), 40)
+    within(gemm.gemm_forward(tall, b), to_float64(tall) @ to_float64(b), 40)
+    batch = normals(3, 70, 40, device=device, dtype=dtype)
+    shared = b[None].expand(3, 40, 24)
+    within(gemm.matmul(batch, shared), to_float64(batch) @ to_float64(b), 40)
+
+
+def test_offsets_into_storage_are_64_bit(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """https://github.com/triton-lang/triton/issues/832: row times stride, both 32-bit, passed 2^31.
+
+    No offset is computed in 32 bits: what is added to a pointer has 64, and so have the products.
+    """
+    monkeypatch.setenv("ENTRENAR_BACKEND", "ptx")
+    seen = set()
+    for target in ("sm_80", "sm_90"):
+        monkeypatch.setenv("ENTRENAR_PTX_TARGET", target)
+        with warm.collecting() as forms:
+            for n in (1031, 1024):
+                a, b = (torch.zeros(*s, dtype=torch.bfloat16) for s in ((2, 128, 512), (2, 512, n)))
+                gemm.matmul(a, b, out=torch.zeros(2, 128, n, dtype=torch.bfloat16), accumulate=True)
+            gemm.matmul(a[:, :4], b)
+        for form in forms:
+            with _launch.driving("cpu"):
+                text = form.kernel.warmup(grid=(1,), **form.arguments).asm["ttir"]
+            seen.add(form.kernel.fn.__name__)
+            added = re.findall(
+                r"tt\.addptr .*?, (?:tensor<\S*x)?(i\d+)>?(?: loc|$)", text, re.MULTILINE
+            )
+            assert set(added) <= {"i64", "i32"}
+            assert not re.findall(r"arith\.muli .*: tensor<\S*xi32>", text)
+    assert seen == {"matmul_kernel", "described_kernel", "add_parts_kernel"}
