@@ -72,6 +72,7 @@ def execute(
     late_async: bool = True,
     limit: int = 4_000_000_000,
     seed: int = 1,
+    edges: int | None = None,
     counters: bool = False,
     racecheck: bool = False,
     initcheck: bool = False,
@@ -95,6 +96,7 @@ def execute(
         late_async: Let asynchronous copies happen when they are waited for, and not at once.
         limit: Most warp instructions.
         seed: Of the random order.
+        edges: Execute the first and the last so many blocks alone; all where None.
         counters: Count instructions, sectors, wavefronts, bytes.
         racecheck: Find races between warps in shared memory.
         initcheck: Find reads of shared memory that nothing wrote.
@@ -116,14 +118,24 @@ def execute(
     machine = _Machine(program, (x, y, z), threads, shared, poison)
     machine.launch.order, machine.launch.late_async = _ORDERS.index(wave_order), int(late_async)
     machine.launch.limit, machine.launch.seed = limit, seed
-    return _run(program, machine, arguments, checks, started)
+    blocks = int(machine.launch.wg_end)
+    ranges = [(0, blocks)]
+    if edges is not None and 2 * edges < blocks:
+        ranges = [(0, edges), (blocks - edges, blocks)]
+    return _run(program, machine, arguments, checks, ranges, started)
 
 
 def _run(
-    program: Program, machine: _Machine, arguments: Arguments, checks: Checks, started: float
+    program: Program,
+    machine: _Machine,
+    arguments: Arguments,
+    checks: Checks,
+    ranges: list[tuple[int, int]],
+    started: float,
 ) -> Execution:
     """Run the core, copy results back, and say what was seen; memory is let go in any case."""
-    library, launch, blocks = core(), machine.launch, int(machine.launch.wg_end)
+    library, launch = core(), machine.launch
+    blocks = sum(end - begin for begin, end in ranges)
     watch = None
     try:
         if unknown := checks.uninit - set(arguments.regions):
@@ -137,7 +149,9 @@ def _run(
         address = program.declared.parameter_address
         ctypes.memmove(address, arguments.data, len(arguments.data))
         ready = time.perf_counter()
-        code = library.run_grid(ctypes.byref(launch))
+        code = 0
+        for launch.wg, launch.wg_end in ranges:
+            code = code or library.run_grid(ctypes.byref(launch))
         done = time.perf_counter()
         if code:
             found = [f"; before that: {r}" for r in (watch.reports()[:3] if watch else [])]

@@ -1,5 +1,7 @@
 """The memory of a launch's arguments: a copy of each between pages that no access may touch.
 
+Storage past a GiB is used where it lies instead: it may be a sparse file's, larger than memory.
+
 An argument ends where its last guard page begins, rounded up to 16 bytes, so that an access past the end
 faults at once, or is found by the fill pattern (stores) and by the checks (loads).
 """
@@ -9,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 
-__all__ = ["PAGE", "Region", "anonymous"]
+__all__ = ["PAGE", "InPlace", "Region", "anonymous"]
 
 PAGE = 4096
 _FILL = 0xA5
@@ -78,3 +80,20 @@ class Region:
     def close(self) -> None:
         """Let the guard pages be freed."""
         self._protect(_READ_WRITE)
+
+
+class InPlace(Region):
+    """A storage used where it lies: no copy, no guard pages.
+
+    Args:
+        host: Address of the storage.
+        nbytes: Its size.
+    """
+
+    def __init__(self, host: int, nbytes: int) -> None:
+        self.host, self.nbytes, self._guard = host, nbytes, False
+        self.start, self.mapping = host, (host, nbytes)
+
+    def copy_back(self) -> list[str]:
+        """Return that nothing beside it was written, which is not known."""
+        return []

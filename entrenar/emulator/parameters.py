@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from entrenar.emulator.errors import EmulatorError
-from entrenar.emulator.memory import Region
+from entrenar.emulator.memory import InPlace, Region
 from entrenar.emulator.program import Program
 
 __all__ = ["Arguments", "Storage", "TensorMap"]
@@ -21,6 +21,7 @@ _FORMATS = {
     "i1": "b", "u1": "B", "i8": "b", "u8": "B", "i16": "h", "u16": "H", "i32": "i", "u32": "I",
     "i64": "q", "u64": "Q", "fp32": "f", "f32": "f", "fp64": "d", "f64": "d", "fp16": "e",
 }  # fmt: skip
+_LARGEST_COPY = 1 << 30
 _PADDED = ("i1", "u1", "i8", "u8")
 
 
@@ -105,7 +106,9 @@ class Arguments:
         """Return the address of an array in its copy, which is made once a storage."""
         root, nbytes, address = self._storage(array)
         if root not in self.regions:
-            self.regions[root] = Region(root, nbytes, self._guard)
+            large = nbytes > _LARGEST_COPY
+            made = InPlace(root, nbytes) if large else Region(root, nbytes, self._guard)
+            self.regions[root] = made
         self.names.setdefault(root, []).append(name)
         return self.regions[root].start + address - root
 
