@@ -37,6 +37,7 @@ def attention_forward(
     scale: float | None = None,
     causal: bool = True,
     window: int = 0,
+    softcap: float = 0.0,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Compute what :func:`entrenar.reference.attention.attention_forward` computes, fast.
 
@@ -44,7 +45,7 @@ def attention_forward(
     product.
     """
     segments, scale = check_attention(
-        "attention_forward", q, k, v, cu_seqlens_q, cu_seqlens_k, scale, window
+        "attention_forward", q, k, v, cu_seqlens_q, cu_seqlens_k, scale, window, softcap
     )
     out = np.empty(q.shape, q.dtype)
     lse = np.empty((q.shape[1], q.shape[0]), q.dtype)
@@ -55,6 +56,9 @@ def attention_forward(
         for block in _blocks(run, causal, window):
             rows = _fold(queries[..., block.rows, :] * q.dtype.type(scale))
             scores = _product(keys[..., block.keys, :], rows.swapaxes(2, 3), scratch)
+            if softcap:
+                _bend(scores, softcap)
+                scores *= softcap
             block.hide(scores)
             top = scores.max(axis=2, keepdims=True, initial=-np.inf)
             if block.may_be_empty:
@@ -85,10 +89,13 @@ def attention_backward(
     scale: float | None = None,
     causal: bool = True,
     window: int = 0,
+    softcap: float = 0.0,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Compute what :func:`entrenar.reference.attention.attention_backward` computes, fast."""
     op = "attention_backward"
-    segments, scale = check_attention(op, q, k, v, cu_seqlens_q, cu_seqlens_k, scale, window)
+    segments, scale = check_attention(
+        op, q, k, v, cu_seqlens_q, cu_seqlens_k, scale, window, softcap
+    )
     check_saved(op, grad_out, q, out, lse)
     grad_q, grad_k, grad_v = (np.empty(x.shape, x.dtype) for x in (q, k, v))
     delta = np.einsum("thd,thd->ht", grad_out, out)
@@ -102,6 +109,11 @@ def attention_backward(
             rows = _fold(queries[..., block.rows, :] * q.dtype.type(scale))
             grad = _fold(grads[..., block.rows, :])
             p = _product(keys[..., block.keys, :], rows.swapaxes(2, 3), scratch)
+            slope = None
+            if softcap:
+                _bend(p, softcap)
+                slope = 1 - np.square(p)
+                p *= softcap
             block.hide(p)
             statistic = lses[..., block.rows].reshape(*p.shape[:2], 1, -1)
             if block.may_be_empty:
@@ -112,6 +124,8 @@ def attention_backward(
             grad_p = _product(values[..., block.keys, :], grad.swapaxes(2, 3), scratch_grad)
             grad_p -= deltas[..., block.rows].reshape(*p.shape[:2], 1, -1)
             grad_p *= p
+            if slope is not None:
+                grad_p *= slope
             sum_k[..., block.keys, :] += grad_p @ rows  # rows carry the scale
             result = grad_p.swapaxes(2, 3) @ keys[..., block.keys, :]
             result *= q.dtype.type(scale)
@@ -226,6 +240,11 @@ def _blocks(run: _Run, causal: bool, window: int) -> Iterator[_Block]:
 def _fold(x: np.ndarray) -> np.ndarray:
     """Make rows of the heads of a group: [segments, Hkv, group, rows, D] to [.., group * rows, D]."""
     return x.reshape(*x.shape[:2], -1, x.shape[-1])
+
+
+def _bend(scores: np.ndarray, cap: float) -> None:
+    scores *= 1 / cap
+    np.tanh(scores, out=scores)
 
 
 def _product(a: np.ndarray, b: np.ndarray, scratch: np.ndarray) -> np.ndarray:

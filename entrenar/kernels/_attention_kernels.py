@@ -10,6 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from entrenar.kernels._soft_cap import soft_cap
+
 _LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 _LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
@@ -137,8 +139,10 @@ def _forward_loop(
     offset,
     window,
     scale_log2,
+    softcap_log2,
     CAUSAL: tl.constexpr,
     WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
     MASKED: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -150,6 +154,8 @@ def _forward_loop(
         keys = first + tl.arange(0, BLOCK_N)
         k = _load_rows(k_ptr, stride_kt, keys, n_keys, HEAD_DIM, BLOCK_D, MASKED, UPCAST_DOT)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+        if CAPPED:  # both in base-2 units, which the cap takes as any other
+            scores = soft_cap(scores, softcap_log2)
         if MASKED:
             visible = _is_visible(
                 queries[:, None], keys[None, :], n_keys, offset, window, CAUSAL, WINDOWED
@@ -192,8 +198,10 @@ def _attention_forward_kernel(
     group,
     window,
     scale_log2,
+    softcap_log2,
     CAUSAL: tl.constexpr,
     WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
     SEGMENTS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -236,18 +244,18 @@ def _attention_forward_kernel(
     if WINDOWED:
         accumulator, total, top = _forward_loop(
             accumulator, total, top, q, k_ptr, v_ptr, stride_kt, stride_vt, queries,
-            low, full_low, n_keys, offset, window, scale_log2,
-            CAUSAL, WINDOWED, True, HEAD_DIM, BLOCK_D, BLOCK_N, UPCAST_DOT,
+            low, full_low, n_keys, offset, window, scale_log2, softcap_log2,
+            CAUSAL, WINDOWED, CAPPED, True, HEAD_DIM, BLOCK_D, BLOCK_N, UPCAST_DOT,
         )  # fmt: skip
     accumulator, total, top = _forward_loop(
         accumulator, total, top, q, k_ptr, v_ptr, stride_kt, stride_vt, queries,
-        full_low, full_high, n_keys, offset, window, scale_log2,
-        CAUSAL, WINDOWED, False, HEAD_DIM, BLOCK_D, BLOCK_N, UPCAST_DOT,
+        full_low, full_high, n_keys, offset, window, scale_log2, softcap_log2,
+        CAUSAL, WINDOWED, CAPPED, False, HEAD_DIM, BLOCK_D, BLOCK_N, UPCAST_DOT,
     )  # fmt: skip
     accumulator, total, top = _forward_loop(
         accumulator, total, top, q, k_ptr, v_ptr, stride_kt, stride_vt, queries,
-        full_high, high, n_keys, offset, window, scale_log2,
-        CAUSAL, WINDOWED, True, HEAD_DIM, BLOCK_D, BLOCK_N, UPCAST_DOT,
+        full_high, high, n_keys, offset, window, scale_log2, softcap_log2,
+        CAUSAL, WINDOWED, CAPPED, True, HEAD_DIM, BLOCK_D, BLOCK_N, UPCAST_DOT,
     )  # fmt: skip
     seen = total != 0.0
     total = tl.where(seen, total, 1.0)
@@ -338,8 +346,10 @@ def _attention_key_gradient_kernel(
     window,
     scale,
     scale_log2,
+    softcap_log2,
     CAUSAL: tl.constexpr,
     WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
     SEGMENTS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -391,7 +401,10 @@ def _attention_key_gradient_kernel(
         q_head = q_ptr + member * stride_qh
         q = _load_rows(q_head, stride_qt, queries, n_queries, HEAD_DIM, BLOCK_D, True, UPCAST_DOT)
         lse = tl.load(lse_ptr + member * n_rows_q + queries, mask=mask, other=0.0) * _LOG2E
-        p = tl.exp2(tl.dot(k, tl.trans(q), input_precision="ieee") * scale_log2 - lse[None, :])
+        scores = tl.dot(k, tl.trans(q), input_precision="ieee") * scale_log2
+        if CAPPED:
+            scores = soft_cap(scores, softcap_log2)
+        p = tl.exp2(scores - lse[None, :])
         visible = _is_visible(
             queries[None, :], keys[:, None], n_keys, offset, window, CAUSAL, WINDOWED
         )
@@ -404,6 +417,8 @@ def _attention_key_gradient_kernel(
         delta = tl.load(delta_ptr + member * n_rows_q + queries, mask=mask, other=0.0)
         grad_p = tl.dot(v, tl.trans(grad), input_precision="ieee")
         grad_scores = p * (grad_p - delta[None, :])
+        if CAPPED:
+            grad_scores *= 1.0 - (scores / softcap_log2) * (scores / softcap_log2)
         grad_k = tl.dot(grad_scores.to(q.dtype), q, grad_k, input_precision="ieee")
     grad_k_ptr += k0 * stride_dt + head * stride_dh
     grad_v_ptr += k0 * stride_dt + head * stride_dh
@@ -429,8 +444,10 @@ def _query_gradient_loop(
     offset,
     window,
     scale_log2,
+    softcap_log2,
     CAUSAL: tl.constexpr,
     WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
     MASKED: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -442,7 +459,10 @@ def _query_gradient_loop(
         keys = first + tl.arange(0, BLOCK_N)
         k = _load_rows(k_ptr, stride_kt, keys, n_keys, HEAD_DIM, BLOCK_D, MASKED, UPCAST_DOT)
         v = _load_rows(v_ptr, stride_vt, keys, n_keys, HEAD_DIM, BLOCK_D, MASKED, UPCAST_DOT)
-        p = tl.exp2(tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2 - lse[:, None])
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+        if CAPPED:
+            scores = soft_cap(scores, softcap_log2)
+        p = tl.exp2(scores - lse[:, None])
         if MASKED:
             visible = _is_visible(
                 queries[:, None], keys[None, :], n_keys, offset, window, CAUSAL, WINDOWED
@@ -450,6 +470,8 @@ def _query_gradient_loop(
             p = tl.where(visible, p, 0.0)
         grad_p = tl.dot(grad, tl.trans(v), input_precision="ieee")
         grad_scores = p * (grad_p - delta[:, None])
+        if CAPPED:
+            grad_scores *= 1.0 - (scores / softcap_log2) * (scores / softcap_log2)
         grad_q = tl.dot(grad_scores.to(k.dtype), k, grad_q, input_precision="ieee")
     return grad_q
 
@@ -482,8 +504,10 @@ def _attention_query_gradient_kernel(
     window,
     scale,
     scale_log2,
+    softcap_log2,
     CAUSAL: tl.constexpr,
     WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
     SEGMENTS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -529,18 +553,18 @@ def _attention_query_gradient_kernel(
     if WINDOWED:
         grad_q = _query_gradient_loop(
             grad_q, q, grad, lse, delta, k_ptr, v_ptr, stride_kt, stride_vt, queries,
-            low, full_low, n_keys, offset, window, scale_log2,
-            CAUSAL, WINDOWED, True, HEAD_DIM, BLOCK_D, BLOCK_N, UPCAST_DOT,
+            low, full_low, n_keys, offset, window, scale_log2, softcap_log2,
+            CAUSAL, WINDOWED, CAPPED, True, HEAD_DIM, BLOCK_D, BLOCK_N, UPCAST_DOT,
         )  # fmt: skip
     grad_q = _query_gradient_loop(
         grad_q, q, grad, lse, delta, k_ptr, v_ptr, stride_kt, stride_vt, queries,
-        full_low, full_high, n_keys, offset, window, scale_log2,
-        CAUSAL, WINDOWED, False, HEAD_DIM, BLOCK_D, BLOCK_N, UPCAST_DOT,
+        full_low, full_high, n_keys, offset, window, scale_log2, softcap_log2,
+        CAUSAL, WINDOWED, CAPPED, False, HEAD_DIM, BLOCK_D, BLOCK_N, UPCAST_DOT,
     )  # fmt: skip
     grad_q = _query_gradient_loop(
         grad_q, q, grad, lse, delta, k_ptr, v_ptr, stride_kt, stride_vt, queries,
-        full_high, high, n_keys, offset, window, scale_log2,
-        CAUSAL, WINDOWED, True, HEAD_DIM, BLOCK_D, BLOCK_N, UPCAST_DOT,
+        full_high, high, n_keys, offset, window, scale_log2, softcap_log2,
+        CAUSAL, WINDOWED, CAPPED, True, HEAD_DIM, BLOCK_D, BLOCK_N, UPCAST_DOT,
     )  # fmt: skip
     grad_q_ptr += q0 * stride_dt + head * stride_dh
     _store_rows(grad_q_ptr, stride_dt, queries, n_queries, grad_q * scale, HEAD_DIM, BLOCK_D)

@@ -3,6 +3,7 @@
     s = scale q kᵀ;  lse[i] = log sum_j exp(s[i, j]);  out[i] = sum_j exp(s[i, j] - lse[i]) v[j]
     p = exp(s - lse);  dV = pᵀ dO;  dS = p (dO Vᵀ - delta);  dQ = scale dS K;  dK = scale dSᵀ Q
     delta[i] = sum_d dO[i, d] O[i, d]
+    with a soft cap c: s = c tanh(scale q kᵀ / c), and dS is multiplied by 1 - (s / c)²
 
 Shapes: q [T, Hq, D], k and v [Tk, Hkv, D], any T and Tk, D up to 256; lse [Hq, T] fp32. Query head
 h reads key/value head h // (Hq / Hkv) in place. Segments follow one another; a program finds its
@@ -50,6 +51,7 @@ def attention_forward(
     scale: float | None = None,
     causal: bool = True,
     window: int = 0,
+    softcap: float = 0.0,
     stream: Any = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute attention of each query over the visible keys of its own segment.
@@ -63,6 +65,7 @@ def attention_forward(
         scale: Factor of the scores; None is 1/sqrt(D).
         causal: Key j is visible to query i only if j <= i + Lk - Lq.
         window: If above 0, only keys with j > i + Lk - Lq - window are visible.
+        softcap: If above 0, scores s become ``softcap * tanh(s / softcap)`` before the mask.
         stream: Stream to launch on; None is torch's current one.
 
     Returns:
@@ -75,10 +78,10 @@ def attention_forward(
         LayoutError: Features are not contiguous.
         DataError: ``cu_seqlens`` on the CPU do not rise from 0 to the number of rows; bounds on a
             device are kept inside the arrays instead.
-        ConfigError: The window is negative.
+        ConfigError: The window or the soft cap is negative.
     """
     op = "attention_forward"
-    segments = _check(op, q, k, v, cu_seqlens_q, cu_seqlens_k, window)
+    segments = _check(op, q, k, v, cu_seqlens_q, cu_seqlens_k, window, softcap)
     out = _launch.empty(q.shape, q.dtype, q)
     lse = _launch.empty((q.shape[1], q.shape[0]), torch.float32, q)
     tile = _forward_tile(q, segments.mean_queries(q))
@@ -99,7 +102,7 @@ def attention_forward(
         out_ptr=out,
         lse_ptr=lse,
         **_strides(q=q, k=k, v=v, o=out),
-        **_common(q, k, segments, causal, window, tile),
+        **_common(q, k, segments, causal, window, softcap, tile),
         WIDE=_passes_31_bits(q, k, v, out),
         scale_log2=scale * _LOG2E,
     )
@@ -118,6 +121,7 @@ def attention_backward(
     scale: float | None = None,
     causal: bool = True,
     window: int = 0,
+    softcap: float = 0.0,
     stream: Any = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute the gradients of attention from its saved output and logsumexp.
@@ -134,6 +138,7 @@ def attention_backward(
         scale: As in the forward pass.
         causal: As in the forward pass.
         window: As in the forward pass.
+        softcap: As in the forward pass.
         stream: Stream to launch on; None is torch's current one.
 
     Returns:
@@ -145,10 +150,10 @@ def attention_backward(
         DTypeError: Arrays are not floating or not of one dtype.
         LayoutError: Features are not contiguous.
         DataError: ``cu_seqlens`` on the CPU do not rise from 0 to the number of rows.
-        ConfigError: The window is negative.
+        ConfigError: The window or the soft cap is negative.
     """
     op = "attention_backward"
-    segments = _check(op, q, k, v, cu_seqlens_q, cu_seqlens_k, window)
+    segments = _check(op, q, k, v, cu_seqlens_q, cu_seqlens_k, window, softcap)
     _check_saved(op, grad_out, q, out, lse)
     grads = [_launch.empty(x.shape, x.dtype, x) for x in (q, k, v)]
     delta = _launch.empty(lse.shape, torch.float32, lse)
@@ -158,7 +163,7 @@ def attention_backward(
     inputs = {"q": q, "k": k, "v": v, "grad": grad_out, "lse": lse, "delta": delta}
     given: dict[str, Any] = {f"{name}_ptr": array for name, array in inputs.items()}
     given |= {"scale": scale, "scale_log2": scale * _LOG2E}
-    settings = (segments, causal, window, stream)
+    settings = (segments, causal, window, softcap, stream)
     if k.shape[0]:
         tile = _key_gradient_tile(q, segments.mean_keys(k))
         grid = (segments.blocks(k.shape[0], tile.block_n), k.shape[1])
@@ -180,10 +185,10 @@ def _launch_gradient(
     tile: _Tile,
     given: dict[str, Any],
     outputs: dict[str, torch.Tensor],
-    settings: tuple[_Segments, bool, int, Any],
+    settings: tuple[_Segments, bool, int, float, Any],
 ) -> None:
     """Launch the kernel of the key or of the query gradient, which take the same inputs."""
-    segments, causal, window, stream = settings
+    segments, causal, window, softcap, stream = settings
     q, k, v, grad_out = (given[f"{name}_ptr"] for name in ("q", "k", "v", "grad"))
     writes = tuple(outputs.values())
     _launch.launch(
@@ -196,7 +201,7 @@ def _launch_gradient(
         **outputs,
         **given,
         **_strides(q=q, k=k, v=v, g=grad_out, d=writes[0]),
-        **_common(q, k, segments, causal, window, tile),
+        **_common(q, k, segments, causal, window, softcap, tile),
         WIDE=_passes_31_bits(q, k, v, grad_out, *writes),
     )
 
@@ -263,7 +268,13 @@ class _Tile:
 
 
 def _common(
-    q: torch.Tensor, k: torch.Tensor, segments: _Segments, causal: bool, window: int, tile: _Tile
+    q: torch.Tensor,
+    k: torch.Tensor,
+    segments: _Segments,
+    causal: bool,
+    window: int,
+    softcap: float,
+    tile: _Tile,
 ) -> dict[str, Any]:
     """Return the kernel arguments that all three products share."""
     several = segments.cu_q is not None
@@ -275,8 +286,10 @@ def _common(
         "n_segments": segments.count,
         "group": q.shape[1] // k.shape[1],
         "window": window,
+        "softcap_log2": float(softcap) * _LOG2E,
         "CAUSAL": causal,
         "WINDOWED": window > 0,
+        "CAPPED": softcap > 0,
         "SEGMENTS": max(_launch.next_power_of_2(segments.count), 16) if several else 0,
         "HEAD_DIM": q.shape[2],
         "BLOCK_D": _block_d(q.shape[2]),
@@ -307,6 +320,7 @@ def _check(
     cu_q: torch.Tensor | None,
     cu_k: torch.Tensor | None,
     window: int,
+    softcap: float,
 ) -> _Segments:
     _launch.check_storage(op, q=q, k=k, v=v)
     for name, array in (("q", q), ("k", k), ("v", v)):
@@ -324,6 +338,7 @@ def _check(
         )
     if window < 0:
         raise ConfigError(f"{op}: window is {window}, wanted 0 (no window) or more", "")
+    checks.check_softcap(op, softcap)
     _check_features(op, q=q, k=k, v=v)
     segments = _check_segments(op, cu_q, cu_k, q.shape[0], k.shape[0])
     _launch.prepare(op, q, k, v, *segments.storage())

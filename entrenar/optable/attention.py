@@ -68,6 +68,8 @@ _SAMPLES = (
     _sample("window4_S19", (19,), (2, 1), 16, window=4),
     _sample("window3_not_causal", (6,), (1, 1), 16, (8,), causal=False, window=3),
     _sample("scale_0.3_segments", (5, 6), (2, 1), 16, scale=0.3),
+    _sample("capped_S13_H2_D16", (13,), (2, 1), 16, softcap=1.5),
+    _sample("capped_window_segments", (9, 20), (2, 2), 16, softcap=30.0, window=5, scale=0.4),
     _sample("S65_H2_kv1_D64", (65,), (2, 1), 64, small=False),
     _sample("S129_H2_kv1_D32", (129,), (2, 1), 32, small=False),
     _sample("segments_33_70_D80", (33, 70), (2, 1), 80, small=False),
@@ -75,6 +77,7 @@ _SAMPLES = (
     _sample("S40_D128", (40,), (2, 1), 128, small=False),
     _sample("S34_D256", (34,), (1, 1), 256, small=False),
     _sample("window50_S150_D64", (150,), (1, 1), 64, window=50, small=False),
+    _sample("capped_S70_D256", (70,), (2, 1), 256, softcap=50.0, small=False),
     _sample("S300_H6_kv2_D64", (300,), (6, 2), 64, small=False, grid=False),
 )
 
@@ -144,8 +147,9 @@ def _torch_baseline(
     scale: float | None = None,
     causal: bool = True,
     window: int = 0,
+    softcap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute attention segment by segment with torch's own scaled_dot_product_attention."""
+    """Compute attention segment by segment, uncapped with torch's scaled_dot_product_attention."""
     group = q.shape[1] // k.shape[1]
     factor = 1 / math.sqrt(q.shape[2]) if scale is None else scale
     out, lse = torch.zeros_like(q), q.new_full((q.shape[1], q.shape[0]), -math.inf)
@@ -157,11 +161,16 @@ def _torch_baseline(
         keys, values = (x[k0:k1].repeat_interleave(group, 1).transpose(0, 1) for x in (k, v))
         plain = causal and not window and q1 - q0 == k1 - k0
         mask = None if plain else _mask_of_baseline(q1 - q0, k1 - k0, causal, window, q)
-        segment = torch.nn.functional.scaled_dot_product_attention(
-            queries[None], keys[None], values[None], mask, is_causal=plain, scale=factor
-        )[0].transpose(0, 1)
         seen = _mask_of_baseline(q1 - q0, k1 - k0, causal, window, q)
-        scores = (queries @ keys.transpose(1, 2) * factor).masked_fill(~seen, -math.inf)
+        scores = queries @ keys.transpose(1, 2) * factor
+        scores = softcap * torch.tanh(scores / softcap) if softcap else scores
+        scores = scores.masked_fill(~seen, -math.inf)
+        if softcap:
+            segment = (torch.softmax(scores, 2) @ values).transpose(0, 1)
+        else:
+            segment = torch.nn.functional.scaled_dot_product_attention(
+                queries[None], keys[None], values[None], mask, is_causal=plain, scale=factor
+            )[0].transpose(0, 1)
         lse[:, q0:q1] = torch.logsumexp(scores, dim=2)
         out[q0:q1] = segment.masked_fill(~seen.any(dim=1)[:, None, None], 0)
     return out, lse
@@ -200,6 +209,7 @@ _ERRORS = (
     _error("q_2d", ShapeMismatchError, "wanted 3 dimensions", lambda a: {"q": a["q"][:, 0]}),
     _error("integers", DTypeError, "q is int64", lambda a: {"q": np.ones((4, 2, 8), np.int64)}),
     _error("negative_window", ConfigError, "window is -1", lambda a: {"window": -1}),
+    _error("negative_softcap", ConfigError, "softcap is -2.0", lambda a: {"softcap": -2.0}),
     _error("bounds_int64", DTypeError, "int64", lambda a: {"cu_seqlens_q": np.array([0, 4])}),
     _error("bounds_short", DataError, r"\[0, 3\].*4 rows", lambda a: _bounds(0, 3)),
     _error("bounds_fall", DataError, "wanted boundaries that rise", lambda a: _bounds(0, 3, 2, 4)),

@@ -4,6 +4,7 @@ For each segment with Lq queries and Lk keys, and each query head h reading key/
 h // (Hq / Hkv):
 
     s[i, j] = scale * q[i] . k[j]      where key j is visible to query i, else -inf
+              or softcap * tanh(that / softcap)
     lse[i]  = log sum_j exp(s[i, j])
     out[i]  = sum_j exp(s[i, j] - lse[i]) v[j]
 
@@ -37,6 +38,7 @@ def attention_forward(
     scale: float | None = None,
     causal: bool = True,
     window: int = 0,
+    softcap: float = 0.0,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Compute attention of each query over the visible keys of its own segment.
 
@@ -49,6 +51,7 @@ def attention_forward(
         scale: Factor of the scores; None is 1/sqrt(D).
         causal: Key j is visible to query i only if j <= i + Lk - Lq.
         window: If above 0, only keys with j > i + Lk - Lq - window are visible.
+        softcap: If above 0, scores s become ``softcap * tanh(s / softcap)`` before the mask.
 
     Returns:
         out [T, Hq, D] of q's dtype and lse [Hq, T]. A query that sees no key gets zeros and -inf.
@@ -57,10 +60,10 @@ def attention_forward(
         ShapeMismatchError: Sizes do not fit together.
         DTypeError: Arrays are not floating or not of one dtype.
         DataError: ``cu_seqlens`` do not rise from 0 to the number of rows.
-        ConfigError: The window is negative.
+        ConfigError: The window or the soft cap is negative.
     """
     segments, scale = check_attention(
-        "attention_forward", q, k, v, cu_seqlens_q, cu_seqlens_k, scale, window
+        "attention_forward", q, k, v, cu_seqlens_q, cu_seqlens_k, scale, window, softcap
     )
     out = np.zeros(q.shape, q.dtype)
     lse = np.full((q.shape[1], q.shape[0]), -np.inf, q.dtype)
@@ -69,7 +72,8 @@ def attention_forward(
         visible = _visible(q1 - q0, k1 - k0, causal, window)
         for head in range(q.shape[1]):
             keys, values = k[k0:k1, head // group], v[k0:k1, head // group]
-            scores = np.where(visible, (q[q0:q1, head] @ keys.T) * q.dtype.type(scale), -np.inf)
+            scores, _ = _capped((q[q0:q1, head] @ keys.T) * q.dtype.type(scale), softcap)
+            scores = np.where(visible, scores, -np.inf)
             row_lse = _logsumexp(scores)
             lse[head, q0:q1] = row_lse
             out[q0:q1, head] = _probabilities(scores, row_lse) @ values
@@ -88,6 +92,7 @@ def attention_backward(
     scale: float | None = None,
     causal: bool = True,
     window: int = 0,
+    softcap: float = 0.0,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Compute the gradients of attention from its saved output and logsumexp.
 
@@ -106,6 +111,7 @@ def attention_backward(
         scale: As in the forward pass.
         causal: As in the forward pass.
         window: As in the forward pass.
+        softcap: As in the forward pass.
 
     Returns:
         grad_q [T, Hq, D], grad_k [Tk, Hkv, D], grad_v [Tk, Hkv, D]; the gradients of a key/value
@@ -115,10 +121,12 @@ def attention_backward(
         ShapeMismatchError: Sizes do not fit together.
         DTypeError: Arrays are not floating or not of one dtype.
         DataError: ``cu_seqlens`` do not rise from 0 to the number of rows.
-        ConfigError: The window is negative.
+        ConfigError: The window or the soft cap is negative.
     """
     op = "attention_backward"
-    segments, scale = check_attention(op, q, k, v, cu_seqlens_q, cu_seqlens_k, scale, window)
+    segments, scale = check_attention(
+        op, q, k, v, cu_seqlens_q, cu_seqlens_k, scale, window, softcap
+    )
     check_saved(op, grad_out, q, out, lse)
     grad_q, grad_k, grad_v = (np.zeros(x.shape, x.dtype) for x in (q, k, v))
     group = q.shape[1] // k.shape[1]
@@ -128,14 +136,23 @@ def attention_backward(
             shared = head // group
             queries, keys, values = q[q0:q1, head], k[k0:k1, shared], v[k0:k1, shared]
             grad = grad_out[q0:q1, head]
-            scores = np.where(visible, (queries @ keys.T) * q.dtype.type(scale), -np.inf)
+            scores, slope = _capped((queries @ keys.T) * q.dtype.type(scale), softcap)
+            scores = np.where(visible, scores, -np.inf)
             p = _probabilities(scores, lse[head, q0:q1])
             delta = (grad * out[q0:q1, head]).sum(axis=1, keepdims=True)
-            grad_scores = p * (grad @ values.T - delta) * q.dtype.type(scale)
+            grad_scores = p * (grad @ values.T - delta) * slope * q.dtype.type(scale)
             grad_q[q0:q1, head] = grad_scores @ keys
             grad_k[k0:k1, shared] += grad_scores.T @ queries
             grad_v[k0:k1, shared] += p.T @ grad
     return grad_q, grad_k, grad_v
+
+
+def _capped(scores: np.ndarray, cap: float) -> tuple[np.ndarray, np.ndarray]:
+    """Return scores capped softly, and the derivative of that; 0 caps nothing."""
+    if not cap:
+        return scores, np.ones_like(scores)
+    bent = np.tanh(scores / cap)
+    return cap * bent, 1 - np.square(bent)
 
 
 def _visible(n_queries: int, n_keys: int, causal: bool, window: int) -> np.ndarray:
@@ -170,6 +187,7 @@ def check_attention(
     cu_seqlens_k: np.ndarray | None,
     scale: float | None,
     window: int,
+    softcap: float,
 ) -> tuple[list[Segment], float]:
     """Check the arguments; return (q start, q stop, k start, k stop) per segment, and the scale."""
     for name, array in (("q", q), ("k", k), ("v", v)):
@@ -187,6 +205,7 @@ def check_attention(
         )
     if window < 0:
         raise ConfigError(f"{op}: window is {window}, wanted 0 (no window) or more", "")
+    checks.check_softcap(op, softcap)
     scale = 1 / math.sqrt(head_dim) if scale is None else float(scale)
     if cu_seqlens_q is None and cu_seqlens_k is None:
         return [(0, q.shape[0], 0, k.shape[0])], scale

@@ -22,6 +22,7 @@ def attention(
     scale: float | None = None,
     causal: bool = True,
     window: int = 0,
+    softcap: float = 0.0,
 ) -> Tensor:
     """Return scaled dot-product attention of grouped heads within each packed segment.
 
@@ -34,6 +35,7 @@ def attention(
         scale: Factor of the scores; 1/sqrt(D) where None.
         causal: A query sees keys up to its own position, aligned at the end of the segment.
         window: Where above 0, a query sees only that many keys back.
+        softcap: Where above 0, scores s become ``softcap * tanh(s / softcap)``.
 
     Returns:
         [T, Hq, D]; a row that sees no key gives zeros.
@@ -44,6 +46,7 @@ def attention(
         "scale": scale,
         "causal": causal,
         "window": window,
+        "softcap": softcap,
     }
     out, lse = run("attention_forward", q, k, v, **settings)
     record("attention", (q, k, v), out, _backward, saved=(q, k, v, out, lse.data), **settings)
