@@ -62,11 +62,12 @@ _UNALIGNED = (
     Tile(16, 64, 64, 4, 2, "static"),
 )
 _FP32_UNALIGNED = (
-    Tile(64, 64, 16, 4, 3, "static"),
-    Tile(32, 64, 32, 4, 3, "static"),
+    Tile(64, 64, 16, 8, 3, "static"),
+    Tile(32, 64, 16, 4, 3, "static"),
     Tile(16, 64, 32, 4, 3, "static"),
 )
-_FEW_ROWS = (Tile(32, 64, 128, 4, 4, "static"), Tile(16, 64, 128, 4, 4, "static"))
+# Bound by reading b: two and more of these run on a processor at a time.
+_FEW_ROWS = (Tile(32, 64, 128, 4, 3, "static"), Tile(16, 64, 128, 4, 4, "static"))
 _AMPERE: _Table = {
     "16-bit": (
         Tile(128, 256, 64, 8, 3, "t03"),
@@ -170,7 +171,9 @@ _CDNA: _Table = {
     "fp32 unaligned": _FP32_UNALIGNED,
     "tf32": _FP32_UNALIGNED,  # there is none: float32 as it is
 }
+# Half as many lanes hold a tile: of 128 columns and rows it spills unless the step is short.
+_RDNA: _Table = {**_CDNA, "16-bit": (Tile(128, 128, 32, 8, 2, "static"), *_CDNA["16-bit"][1:])}
 TABLES: dict[str, _Table] = {
     "sm_75": _TURING, "sm_80": _AMPERE, "sm_86": _ADA, "sm_89": _ADA, "sm_90": _HOPPER,
-    "sm_100": _BLACKWELL, "sm_120": _ADA, "gfx90a": _CDNA, "gfx942": _CDNA, "gfx1100": _CDNA,
+    "sm_100": _BLACKWELL, "sm_120": _ADA, "gfx90a": _CDNA, "gfx942": _CDNA, "gfx1100": _RDNA,
 }  # fmt: skip

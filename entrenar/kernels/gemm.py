@@ -269,13 +269,13 @@ def _launch_product(
     architecture = architecture_of(a.device)
     layouts = _described(a, b, architecture)
     kind = "16-bit" if layouts else kind_of(a, b, precision)
-    tile = choose_tile(architecture, kind, batch, m, n)
+    tile = choose_tile(architecture, kind, batch, m, n, k)
     if layouts and tile.m < MATRIX_ROWS:
         # matrix instructions of few rows take their operands from registers: nothing is gained
         layouts, kind = None, kind_of(a, b, precision)
-        tile = choose_tile(architecture, kind, batch, m, n)
+        tile = choose_tile(architecture, kind, batch, m, n, k)
     tiles = batch * cdiv(m, tile.m) * cdiv(n, tile.n)
-    split = choose_split(architecture, tiles, k, tile.k)
+    split = choose_split(architecture, tiles, k, tile)
     splits = split[1]
     target = c if splits == 1 else empty((splits, batch, m, n), torch.float32, like=a)
     finish: dict[str, Any] = {

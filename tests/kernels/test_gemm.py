@@ -110,7 +110,8 @@ def test_split_sums_finish_like_whole_ones(trans_a: bool, trans_b: bool, device:
     a = normals(*((k, m) if trans_a else (m, k)), device=device)
     b = normals(*((n, k) if trans_b else (k, n)), device=device)
     bias, out = normals(n, device=device), normals(m, n, device=device)
-    assert _gemm_tiles.choose_split("sm_80", 1, k, 32)[1] > 1
+    tile = _gemm_tiles.choose_tile("sm_80", "fp32", 1, m, n, k)
+    assert _gemm_tiles.choose_split("sm_80", 1, k, tile)[1] > 1
     left = to_float64(a).T if trans_a else to_float64(a)
     right = to_float64(b).T if trans_b else to_float64(b)
     wanted = 0.5 * left @ right + to_float64(bias) + to_float64(out)

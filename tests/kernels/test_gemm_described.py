@@ -40,8 +40,8 @@ def force(monkeypatch: pytest.MonkeyPatch, tile: Tile, splits: int = 1) -> None:
     """Have products take one tile, and their inner size in this many parts."""
     monkeypatch.setattr(gemm, "choose_tile", lambda *_: tile)
 
-    def split(architecture: str, tiles: int, k: int, block_k: int) -> tuple[int, int]:
-        each = -(-k // splits // block_k) * block_k
+    def split(architecture: str, tiles: int, k: int, tile: Tile) -> tuple[int, int]:
+        each = -(-k // splits // tile.k) * tile.k
         return each, -(-k // each)
 
     monkeypatch.setattr(gemm, "choose_split", split)
