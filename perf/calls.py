@@ -302,6 +302,7 @@ def _attention() -> Iterator[tuple[str, str, str, Make]]:
         ("T, 32/8 heads of 128, two segments", forward(HEADS, KV_HEADS, 128, packed=True)),
         ("T, 14/2 heads of 64, window 128", forward(14, 2, 64, window=128)),
         ("T, 8/8 heads of 256", forward(8, 8, 256)),
+        ("T, 8/4 heads of 256, window 128, capped", forward(8, 4, 256, window=128, softcap=50.0)),
     ):
         yield "attention", "attention_forward", name, make
         yield "attention", "attention_backward", name, backward(make)

@@ -165,13 +165,13 @@ def attention_backward(
     given |= {"scale": scale, "scale_log2": scale * _LOG2E}
     settings = (segments, causal, window, softcap, stream)
     if k.shape[0]:
-        tile = _key_gradient_tile(q, segments.mean_keys(k))
+        tile = _key_gradient_tile(q, segments.mean_keys(k), softcap > 0)
         grid = (segments.blocks(k.shape[0], tile.block_n), k.shape[1])
         outputs = {"grad_k_ptr": grads[1], "grad_v_ptr": grads[2]}
         kernel = _kernels._attention_key_gradient_kernel
         _launch_gradient(op, kernel, grid, tile, given, outputs, settings)
     if q.shape[0]:
-        tile = _query_gradient_tile(q, segments.mean_queries(q))
+        tile = _query_gradient_tile(q, segments.mean_queries(q), softcap > 0)
         grid = (segments.blocks(q.shape[0], tile.block_m), q.shape[1])
         kernel = _kernels._attention_query_gradient_kernel
         _launch_gradient(op, kernel, grid, tile, given, {"grad_q_ptr": grads[0]}, settings)
@@ -461,6 +461,9 @@ _QUERY_GRADIENT_RDNA = {
     (2, 64): _Tile(32, 32, 8, 1), (2, 128): _Tile(16, 16, 8, 1), (2, 256): _Tile(16, 16, 16, 1),
     (4, 64): _Tile(16, 16, 8, 1), (4, 128): _Tile(16, 16, 8, 1), (4, 256): _Tile(16, 16, 16, 1),
 }  # fmt: skip
+# With a soft cap, which holds a tile of scores longer.
+_KEY_GRADIENT_CAPPED = {(2, 256): _Tile(32, 32, 8, 1)}
+_QUERY_GRADIENT_CAPPED = {(4, 256): _Tile(16, 16, 16, 1)}
 _SMALL_SHARED = 100 << 10
 # Elements of the output that a program of four warps multiplies by its gradient: 16 a thread.
 _DELTA_ELEMENTS = 2048
@@ -474,9 +477,11 @@ def _choose(
     single: dict[int, _Tile],
     small: _Exceptions,
     rdna: _Exceptions,
+    capped: _Exceptions,
 ) -> _Tile:
     width = max(_block_d(q.shape[2]), 64)
     tile = (single if q.dtype == torch.float32 else half)[width]
+    tile = capped.get((q.element_size(), width), tile)
     if _launch.on_rdna():
         return rdna[q.element_size(), width]
     if _launch.on_amd():  # four wavefronts leave each the registers that eight would spill
@@ -487,19 +492,21 @@ def _choose(
 
 
 def _forward_tile(q: torch.Tensor, mean_queries: int) -> _Tile:
-    tile = _choose(q, _FORWARD_16BIT, _FORWARD_32BIT, {}, _FORWARD_RDNA)
+    tile = _choose(q, _FORWARD_16BIT, _FORWARD_32BIT, {}, _FORWARD_RDNA, {})
     return dataclasses.replace(tile, block_m=_fit(tile.block_m, mean_queries))
 
 
-def _key_gradient_tile(q: torch.Tensor, mean_keys: int) -> _Tile:
+def _key_gradient_tile(q: torch.Tensor, mean_keys: int, capped: bool) -> _Tile:
     tile = _choose(
-        q, _KEY_GRADIENT_16BIT, _KEY_GRADIENT_32BIT, _KEY_GRADIENT_SMALL, _KEY_GRADIENT_RDNA
-    )
+        q, _KEY_GRADIENT_16BIT, _KEY_GRADIENT_32BIT, _KEY_GRADIENT_SMALL, _KEY_GRADIENT_RDNA,
+        _KEY_GRADIENT_CAPPED if capped else {},
+    )  # fmt: skip
     return dataclasses.replace(tile, block_n=_fit(tile.block_n, mean_keys))
 
 
-def _query_gradient_tile(q: torch.Tensor, mean_queries: int) -> _Tile:
+def _query_gradient_tile(q: torch.Tensor, mean_queries: int, capped: bool) -> _Tile:
     tile = _choose(
-        q, _QUERY_GRADIENT_16BIT, _QUERY_GRADIENT_32BIT, _QUERY_GRADIENT_SMALL, _QUERY_GRADIENT_RDNA
-    )
+        q, _QUERY_GRADIENT_16BIT, _QUERY_GRADIENT_32BIT, _QUERY_GRADIENT_SMALL,
+        _QUERY_GRADIENT_RDNA, _QUERY_GRADIENT_CAPPED if capped else {},
+    )  # fmt: skip
     return dataclasses.replace(tile, block_m=_fit(tile.block_m, mean_queries))
