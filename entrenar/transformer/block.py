@@ -118,6 +118,7 @@ class Block:
             rows.cu_seqlens if rows.cache is None else None,
             scale=config.attention_scale,
             window=self.window,
+            softcap=config.attn_logit_softcapping,
         )
         width = config.num_attention_heads * config.head_dim
         return self.linears["o_proj"](ops.reshape(mixed, (-1, width)), seed)

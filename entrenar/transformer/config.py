@@ -305,12 +305,7 @@ def _activation(fields: Fields, family: Family) -> str:
 
 
 def _softcap(fields: Fields, family: Family, key: str) -> float:
-    cap = (fields.optional_number(key) or 0.0) if key in family.softcaps else 0.0
-    if cap and key == "attn_logit_softcapping":
-        raise UnsupportedModelError(
-            f"config: {key} is {cap:g}, and attention here has no soft cap", "use another model"
-        )
-    return cap
+    return (fields.optional_number(key) or 0.0) if key in family.softcaps else 0.0
 
 
 def _dtype(config: Mapping[str, Any]) -> str | None:

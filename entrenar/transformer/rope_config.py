@@ -241,6 +241,12 @@ def _numbers(parameters: Mapping[str, Any], key: str) -> tuple[float, ...]:
 
 
 def _longrope(parameters: Mapping[str, Any], max_position: int) -> RopeScaling:
+    for key in ("short_mscale", "long_mscale"):
+        if parameters.get(key) is not None:
+            raise UnsupportedModelError(
+                f"config: rope scaling longrope with {key} is not supported",
+                "supported is attention_factor, one for both tables",
+            )
     original = _original(parameters, max_position)
     if original < 2:
         raise ConfigError(

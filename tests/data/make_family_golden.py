@@ -3,9 +3,10 @@
     pip install torch transformers
     python tests/data/make_family_golden.py
 
-It writes family_golden.json beside itself: for each case the config and the logits, computed in
-float64 from weights that ``make_weight`` gives for a name and a shape, so that the file need not
-hold them. The first case of a rope scaling rule is long enough that the rule matters.
+It writes family_golden.json beside itself: for each case the config, the logits, and ten greedy tokens
+after a prompt, computed in float64 from weights that ``make_weight`` gives for a name and a shape, so
+that the file need not hold them. The first case of a rope scaling rule is long enough that the rule
+matters.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ CASES = {
     "gemma": {"model_type": "gemma", "head_dim": 16, "tie_word_embeddings": True},
     "gemma2": {
         "model_type": "gemma2", "head_dim": 12, "sliding_window": 5, "query_pre_attn_scalar": 20,
-        "attn_logit_softcapping": None, "final_logit_softcapping": 4.0,
+        "attn_logit_softcapping": 2.0, "final_logit_softcapping": 4.0,
     },
     "gemma3_text": {
         "model_type": "gemma3_text", "head_dim": 12, "sliding_window": 5,
@@ -100,6 +101,7 @@ CASES = {
     },
 }  # fmt: skip
 LENGTH = 24
+PROMPT = 11  # ten tokens more are past the context that scaling starts from
 
 
 def make_weight(name, shape):
@@ -128,9 +130,13 @@ def main():
             for name, parameter in model.named_parameters():
                 parameter.copy_(torch.from_numpy(make_weight(name, tuple(parameter.shape))))
             logits = model(torch.from_numpy(make_ids())).logits
+            model.generation_config.eos_token_id = None
+            prompt = torch.from_numpy(make_ids()[:1, :PROMPT])
+            tokens = model.generate(prompt, max_new_tokens=10, do_sample=False)
         out["cases"][case] = {
             "config": settings,
             "names": [name for name, _ in model.named_parameters()],
+            "tokens": tokens[0, PROMPT:].tolist(),
             "logits": [
                 [[round(v, 5) for v in row] for row in part[::5]] for part in logits.tolist()
             ],

@@ -14,7 +14,6 @@ from entrenar.transformer.rope_config import KINDS
 from entrenar.transformer.weights import linear_shapes, tensor_shapes
 
 read = TransformerConfig.from_hf
-NO_CAP = {"attn_logit_softcapping": None}
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
@@ -158,7 +157,7 @@ def test_qwen3_has_head_norms_and_its_own_head_size(settings: dict[str, Any]) ->
 
 def test_every_family_reads_its_minimum(settings: dict[str, Any]) -> None:
     for model_type in FAMILIES:
-        assert read({**settings, "model_type": model_type, **NO_CAP}).model_type == model_type
+        assert read({**settings, "model_type": model_type}).model_type == model_type
 
 
 @pytest.mark.parametrize("model_type", sorted(FAMILIES))
@@ -196,7 +195,6 @@ def test_junk_in_any_key_is_an_error_of_ours_or_is_read(
         whole["query_pre_attn_scalar"] = 8
     for key in FAMILIES[model_type].softcaps:
         whole[key] = 30.0
-    whole |= NO_CAP
     junk = [
         None,
         True,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 
-from entrenar.errors import DataError, NumericsError
+from entrenar.errors import DataError, NumericsError, ShapeMismatchError
 from entrenar.transformer.generation import GenerateConfig, generate
 from entrenar.transformer.model import Transformer
 from entrenar.transformer.tokenizer import Tokenizer
@@ -50,6 +51,47 @@ def test_the_cache_gives_the_tokens_of_full_recomputation(silent: Transformer) -
     result = generate(silent, PROMPT, GenerateConfig(**GREEDY))
     assert result.ids == ids[len(PROMPT) :]
     assert (result.finish_reason, result.text) == ("length", "")
+
+
+def test_greedy_tokens_of_every_family_are_those_of_transformers(
+    family_golden: dict[str, Any], family_script: ModuleType, make_model: Callable[..., Transformer]
+) -> None:
+    prompt = family_script.make_ids()[0, : family_script.PROMPT]
+    for case, golden in family_golden.items():
+        model = make_model(golden["config"])
+        model.stop_token_ids = (model.config.vocab_size,)  # none that it could come to
+        config = GenerateConfig(temperature=0.0, max_new_tokens=10)
+        assert generate(model, prompt.tolist(), config).ids == golden["tokens"], case
+
+
+@pytest.mark.parametrize("model_type", ["phi3", "llama"])
+def test_keys_are_made_anew_where_longrope_switches(
+    make_model: Callable[..., Transformer], tiny_settings: dict[str, Any], model_type: str
+) -> None:
+    """https://github.com/huggingface/transformers/pull/33129"""
+    longrope = {"rope_type": "longrope", "short_factor": [1.0] * 3, "long_factor": [1.0, 3.0, 9.0]}
+    model = make_model(
+        {
+            **tiny_settings,
+            "model_type": model_type,
+            "original_max_position_embeddings": 16,
+            "rope_scaling": longrope,
+        }
+    )
+    ids = list(range(13))
+    cache = model.new_cache()
+    for at in (16, 17):
+        want = model.logits([list(range(at))])[0, -1]
+        if at == 16:
+            model.next_logits(np.arange(15), cache)
+            np.testing.assert_allclose(model.next_logits(np.array([15]), cache), want, atol=1e-12)
+    with pytest.raises(ShapeMismatchError, match="holds 16 positions rotated for a short text"):
+        model.next_logits(np.array([16]), cache)
+    model.stop_token_ids = (61,)
+    for _ in range(8):
+        ids.append(int(model.logits([ids])[0, -1].argmax()))
+    got = generate(model, ids[:13], GenerateConfig(temperature=0.0, max_new_tokens=8))
+    assert got.ids == ids[13:]
 
 
 @pytest.mark.parametrize("stops", [(7, 9), (9,)])
