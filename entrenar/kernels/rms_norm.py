@@ -226,7 +226,7 @@ def rms_norm_forward(
 
     Args:
         x: [..., D] contiguous, float32, float16 or bfloat16.
-        weight: [D], dtype of ``x``.
+        weight: [D], dtype of ``x`` or float32.
         eps: Added to the mean square, at least 0.
         residual: Shape and dtype of ``x``, or None.
         stream: Stream to launch on; None is torch's current one.
@@ -472,7 +472,8 @@ def _check(
     for name, tensor in given.items():
         check_shape(op, name, tensor, tuple(x.shape))
     floats = {"x": x, "weight": weight, **given}
-    check_same_dtype(op, **floats)
+    wide = weight.dtype == torch.float32
+    check_same_dtype(op, **{name: t for name, t in floats.items() if name != "weight" or not wide})
     _launch.check_floating(op, **floats)
     if rstd is not None:
         check_shape(op, "rstd", rstd, (math.prod(x.shape[:-1]),))

@@ -224,10 +224,10 @@ def _call_numpy(function: str, args: tuple[Any, ...], kwargs: dict[str, Any], st
     given = _bind(function, args, kwargs)
     _check_kinds(function, given)
     alike = {n: given[n] for n in row.alike if isinstance(given.get(n), torch.Tensor)}
-    if any(
-        t.dtype in _HALF for t in alike.values()
-    ):  # of other dtypes the function itself sees all
-        check_same_dtype(function, **alike)
+    # of other dtypes the function itself sees all
+    if any(t.dtype in _HALF for t in alike.values()):
+        wide = {n for n in row.or_float32 if n in alike and alike[n].dtype == torch.float32}
+        check_same_dtype(function, **{n: t for n, t in alike.items() if n not in wide})
     _check_writable(row, given)
     result = _to_torch(row, given, *_compute(row, given))
     if runtime.has_listeners():

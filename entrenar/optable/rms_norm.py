@@ -14,13 +14,18 @@ from entrenar.optable.row import Arguments, Call, ErrorCase, Function, Op, Sampl
 __all__ = ["FUNCTIONS", "OPS"]
 
 _FORWARD = Function(
-    "rms_norm_forward", "rms_norm", results=("x", "float32", "x"), alike=("x", "weight", "residual")
+    "rms_norm_forward",
+    "rms_norm",
+    results=("x", "float32", "x"),
+    alike=("x", "weight", "residual"),
+    or_float32=("weight",),
 )
 _BACKWARD = Function(
     "rms_norm_backward",
     "rms_norm",
     results=("x", "(weight)"),
     alike=("grad_y", "x", "weight", "grad_residual"),
+    or_float32=("weight",),
 )
 FUNCTIONS: tuple[Function, ...] = (_FORWARD, _BACKWARD)
 

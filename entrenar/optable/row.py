@@ -34,6 +34,7 @@ class Function:
         override: An argument that, when not None, names the result dtype instead (``dtype``).
         alike: Arguments that must share one dtype. Dispatch checks it where NumPy computes, which
             would not see that one of them was 16-bit storage; launchers check it themselves.
+        or_float32: Those of them that may be float32 beside 16-bit ones.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Function:
     mutates: tuple[str, ...] = ()
     override: str | None = None
     alike: tuple[str, ...] = ()
+    or_float32: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,7 +23,7 @@ def rms_norm_forward(
 
     Args:
         x: [..., D], any floating dtype.
-        weight: [D], dtype of ``x``.
+        weight: [D], dtype of ``x``, or float32 beside float16.
         eps: Added to the mean square, at least 0.
         residual: Shape and dtype of ``x``, or None.
 
@@ -104,4 +104,5 @@ def _check(op: str, x: np.ndarray, weight: np.ndarray, **like_x: np.ndarray | No
     for name, array in like_x.items():
         if array is not None:
             check_shape(op, name, array, x.shape)
-    check_same_dtype(op, x=x, weight=weight, **like_x)
+    wide = x.dtype == np.float16 and weight.dtype == np.float32
+    check_same_dtype(op, x=x, weight=x if wide else weight, **like_x)

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from entrenar import runtime
-from entrenar.errors import LayoutError
+from entrenar.errors import DTypeError, LayoutError
 from entrenar.kernels import rms_norm
+from entrenar.optable import call
 from entrenar.reference import rms_norm as reference
-from entrenar.testing import poisoned
+from entrenar.testing import Tolerance, assert_close, poisoned
 
 
 @pytest.mark.parametrize("value", [300.0, -300.0, 60000.0])
@@ -110,3 +111,40 @@ def test_strided_rows_are_refused(device: str) -> None:
     x = torch.full((4, 64), 1.0, device=device)[:, ::2]
     with pytest.raises(LayoutError, match=r"x .*has strides.*contiguous"):
         rms_norm.rms_norm_forward(x, torch.full((32,), 1.0, device=device), 1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("columns", [48, 9000])
+def test_a_float32_weight_beside_16_bit_rows(device: str, dtype: torch.dtype, columns: int) -> None:
+    """https://github.com/huggingface/transformers/pull/29402: 1 + w in 16 bits loses the low bits of w."""
+    rng = np.random.default_rng(0)
+    x, grad = (
+        torch.from_numpy(rng.standard_normal((3, columns))).to(device=device, dtype=dtype)
+        for _ in range(2)
+    )
+    weight = torch.from_numpy(1 + 2.0**-12 * rng.standard_normal(columns)).float().to(device)
+    y, rstd = rms_norm.rms_norm_forward(x, weight, 1e-6)
+    grad_x, grad_weight = rms_norm.rms_norm_backward(grad, x, weight, rstd)
+    assert (y.dtype, grad_x.dtype) == (dtype, dtype)
+    assert grad_weight is not None
+    assert grad_weight.dtype == torch.float32
+    wide = [t.double().cpu().numpy() for t in (x, weight, grad)]
+    wanted, statistics = reference.rms_norm_forward(wide[0], wide[1], 1e-6)
+    of_x, of_weight = reference.rms_norm_backward(wide[2], wide[0], wide[1], statistics)
+    half, single = (
+        Tolerance("float16" if dtype == torch.float16 else "bfloat16", reduction=columns),
+        Tolerance("float32", reduction=columns),
+    )
+    assert_close(y, wanted, half)
+    assert_close(grad_x, of_x, half)
+    assert_close(grad_weight, of_weight, single)
+
+
+def test_a_weight_of_another_16_bit_dtype_is_refused(device: str) -> None:
+    x = torch.ones((2, 8), dtype=torch.bfloat16, device=device)
+    with pytest.raises(DTypeError, match="weight"):
+        rms_norm.rms_norm_forward(x, torch.ones(8, dtype=torch.float16, device=device), 1e-6)
+    with pytest.raises(DTypeError, match="weight"):
+        call("rms_norm_forward", x, torch.ones(8, dtype=torch.float16, device=device), 1e-6)
+    with pytest.raises(DTypeError, match="weight"):
+        rms_norm.rms_norm_forward(x.float(), x[0], 1e-6)

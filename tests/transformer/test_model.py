@@ -476,6 +476,27 @@ def test_bfloat16_storage(
             np.testing.assert_allclose(logits, exact, rtol=0, atol=0.15)
 
 
+def test_norms_around_zero_are_held_in_float32(
+    make_model: Callable[..., Transformer], tiny_settings: dict[str, Any]
+) -> None:
+    """https://github.com/huggingface/transformers/pull/29402"""
+    settings = {**tiny_settings, "model_type": "gemma3_text", "head_dim": 8, "layer_types": MIXED}
+    settings |= {"query_pre_attn_scalar": 8, "hidden_size": 32}
+    exact, model = (make_model(settings, dtype=dtype) for dtype in ("float64", "bfloat16"))
+    for name, weight in model.named_weights().items():
+        assert isinstance(weight, Tensor)
+        assert weight.dtype == (torch.float32 if "norm" in name else torch.bfloat16)
+        wanted = exact.named_weights()[name]
+        if "norm" in name:
+            assert isinstance(wanted, Tensor)
+            # w and 1 + w are each rounded once
+            np.testing.assert_allclose(weight.numpy(), wanted.numpy(), rtol=2.0**-23)
+    # sqrt(32) is 5.657, in bfloat16 5.65625
+    assert model._embedding_scale == 5.65625
+    error = np.abs(model.logits(IDS) - exact.logits(IDS)).max()
+    assert error < 0.03 * np.abs(exact.logits(IDS)).max()
+
+
 def test_an_untrained_model_starts_at_the_logarithm_of_its_vocabulary(
     make_weights: Callable[..., Any], tiny_settings: dict[str, Any]
 ) -> None:
