@@ -113,7 +113,11 @@ def _write_shards(folder: Path, weights: Iterable[tuple[str, torch.Tensor | NF4W
 
 def _document(source: Checkpoint, dtype: str) -> dict[str, Any]:
     left_out = ("quantization_config", "dtype")
-    document = {k: v for k, v in source.document.items() if v is not None and k not in left_out}
+    # null says something in a config.json: no window, no soft cap; in a GGUF file's it is what is unstated
+    kept = source.path.is_dir()
+    document = {
+        k: v for k, v in source.document.items() if k not in left_out and (kept or v is not None)
+    }
     if (document.get("rope_parameters") or {}).get("rope_type") == "factors":
         raise UnsupportedModelError(
             f"{source.path} stretches its rotation by a table that config.json cannot state",

@@ -106,6 +106,18 @@ def test_biases_are_kept(make_model: Callable[..., Path], tmp_path: Path) -> Non
     assert set(load_file(tmp_path / "merged" / "model.safetensors")) == set(weights)
 
 
+def test_what_a_config_sets_to_null_stays_null(
+    make_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """https://github.com/axolotl-ai-cloud/axolotl/pull/1214: absent, a Mistral's window is 4096 keys."""
+    folder = make_model(model_type="mistral", sliding_window=None, max_position_embeddings=8192)
+    merge_adapter(folder, None, tmp_path / "merged")
+    document = json.loads((tmp_path / "merged" / "config.json").read_text())
+    assert document["sliding_window"] is None
+    for path in (folder, tmp_path / "merged"):
+        assert set(Transformer.from_pretrained(path, device="cpu").config.windows) == {0}
+
+
 def test_rank_and_scale_come_from_the_adapter_folder(tiny_model: Path, tmp_path: Path) -> None:
     """https://github.com/ml-explore/mlx-examples/issues/622"""
     pipeline = trained(tiny_model)

@@ -18,6 +18,7 @@ import torch
 
 from entrenar import Transformer
 from entrenar.autograd import Tape, ops
+from entrenar.finetune.merge import merge_adapter
 from entrenar.lora import LoraAdapters, load_adapter
 from entrenar.transformer.config import TransformerConfig
 from entrenar.transformer.families import FAMILIES
@@ -149,10 +150,13 @@ def test_logits_tokens_and_adapters_are_theirs(
         long = rng.integers(0, vocab, (2, CONTEXT))
         plain = logits_of(model, long)
         peft_model = adapted(model, folder / "adapter", targets_of(family, number), rng)
-        attach(ours, folder / "adapter")
+        adapters = attach(ours, folder / "adapter")
         wanted = logits_of(peft_model, long)
         assert np.abs(wanted - plain).max() > 0.01
         np.testing.assert_allclose(ours.logits(long), wanted, rtol=0, atol=1e-4, err_msg=what)
+        merge_adapter(folder, adapters, folder / "merged", dtype="float32")
+        merged = logits_of(theirs(folder / "merged"), long)
+        np.testing.assert_allclose(merged, wanted, rtol=0, atol=1e-4, err_msg=what)
 
 
 def check_tokens(model: Any, ours: Transformer, prompt: np.ndarray, what: Any) -> None:
