@@ -102,11 +102,251 @@ def test_end_of_text_as_one_id_a_list_or_null(settings: dict[str, Any]) -> None:
         ("rope_theta", "1e4"),
         ("tie_word_embeddings", "yes"),
         ("rope_scaling", [1]),
+        ("hidden_size", -24),
+        ("hidden_size", 10**12),
+        ("hidden_size", 10**4000),
+        ("vocab_size", 2**40),
+        ("num_hidden_layers", 10**6),
+        ("num_attention_heads", float("inf")),
+        ("num_key_value_heads", 0),
+        ("head_dim", 2**20),
+        ("intermediate_size", [40]),
+        ("max_position_embeddings", 2**60),
+        ("max_position_embeddings", None),
+        ("rms_norm_eps", 2.0),
+        ("rms_norm_eps", True),
+        ("rms_norm_eps", None),
+        ("rope_theta", 1.0),
+        ("rope_theta", -1e4),
+        ("attention_bias", 1),
+        ("mlp_bias", "false"),
+        ("layer_types", "full_attention"),
+        ("layer_types", ["full_attention"]),
+        ("bos_token_id", -1),
+        ("eos_token_id", [1, True]),
+        ("dtype", 16),
     ],
+    ids=lambda value: str(value)[:20],
 )
 def test_a_bad_value_is_named(settings: dict[str, Any], key: str, value: object) -> None:
     with pytest.raises(ConfigError, match=key):
         read({**settings, key: value})
+
+
+@pytest.mark.parametrize(
+    ("family", "key", "value"),
+    [
+        ("mistral", "sliding_window", 0),
+        ("mistral", "sliding_window", True),
+        ("mistral", "sliding_window", 2**40),
+        ("qwen2", "use_sliding_window", "yes"),
+        ("qwen2", "max_window_layers", -1),
+        ("smollm3", "no_rope_layers", [1, True]),
+        ("smollm3", "no_rope_layer_interval", 0),
+        ("phi3", "partial_rotary_factor", 1.5),
+        ("phi3", "partial_rotary_factor", float("nan")),
+        ("gemma2", "query_pre_attn_scalar", 0),
+        ("gemma2", "query_pre_attn_scalar", None),
+        ("gemma2", "attn_logit_softcapping", -50.0),
+        ("gemma2", "final_logit_softcapping", float("inf")),
+        ("gemma3_text", "rope_local_base_freq", "10000"),
+        ("gemma3_text", "sliding_window_pattern", 0),
+        ("gemma3_text", "rope_parameters", {"full_attention": [], "sliding_attention": {}}),
+    ],
+)
+def test_a_bad_value_of_one_family_is_named(
+    settings: dict[str, Any], family: str, key: str, value: object
+) -> None:
+    use = {"use_sliding_window": True, "sliding_window": 5}
+    stated = {**settings, **use, "model_type": family, "head_dim": 8, key: value}
+    with pytest.raises(ConfigError, match="full_attention" if key == "rope_parameters" else key):
+        read(stated)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dtype": "float16", "torch_dtype": "bfloat16"}, "dtype is float16, torch_dtype bfloat16"),
+        (
+            {
+                "rope_scaling": {"type": "linear", "factor": 2.0},
+                "rope_parameters": {"rope_type": "dynamic", "factor": 2.0},
+            },
+            "rope_scaling is of type 'linear', rope_parameters of type 'dynamic'",
+        ),
+        (
+            {
+                "rope_scaling": {"type": "linear", "factor": 2.0},
+                "rope_parameters": {"rope_type": "linear", "factor": 4.0},
+            },
+            "rope_scaling says factor is 2.0, rope_parameters 4.0",
+        ),
+        (
+            {
+                "original_max_position_embeddings": 32,
+                "rope_scaling": {
+                    "rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 16,
+                },
+            },
+            "original_max_position_embeddings is 32, inside the rope's object 16",
+        ),
+        (
+            {"layer_types": ["sliding_attention", "full_attention"]},
+            "layer_types says sliding_attention of layer 0, .* llama model has full_attention",
+        ),
+        (
+            {"model_type": "mistral", "sliding_window": 4, "layer_types": ["full_attention"] * 2},
+            "layer_types says full_attention of layer 0",
+        ),
+        (
+            {"model_type": "qwen2", "layer_types": ["full_attention", "sliding_attention"]},
+            "layer_types says sliding_attention of layer 1",
+        ),
+        (
+            {"model_type": "gemma3_text", "head_dim": 8, "rope_parameters": {"rope_theta": 1e6}},
+            "rope_parameters holds rope_theta, wanted an object for each of full_attention",
+        ),
+    ],
+)  # fmt: skip
+def test_keys_that_contradict_each_other(
+    settings: dict[str, Any], changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read({**settings, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_local_experts": 8}, "num_local_experts is 8"),
+        ({"num_experts": 128, "model_type": "qwen3"}, "num_experts is 128"),
+        ({"use_bidirectional_attention": True, "model_type": "gemma"}, "use_bidirectional"),
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0, which a llama model"),
+        (
+            {"attn_logit_softcapping": 50.0, "model_type": "gemma3_text"},
+            "attn_logit_softcapping is 50.0, which a gemma3_text model",
+        ),
+        ({"final_logit_softcapping": 30.0, "model_type": "gemma"}, "final_logit_softcapping"),
+        ({"query_pre_attn_scalar": 144}, "query_pre_attn_scalar is 144"),
+        ({"logits_scaling": 8.0}, "logits_scaling is 8.0"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, but llama models rotate"),
+        (
+            {"rope_parameters": {"full_attention": {}, "sliding_attention": {}}},
+            "rope_parameters has a set for each of full_attention, sliding_attention",
+        ),
+        (
+            {"model_type": "gemma3_text", "rope_parameters": {"full_attention": {}, "other": {}}},
+            "rope_parameters names the layer type 'other'",
+        ),
+        ({"hidden_act": "quick_gelu"}, "hidden_act 'quick_gelu' is not implemented"),
+        ({"model_type": "gemma2", "hidden_activation": "relu6"}, "hidden_activation 'relu6'"),
+        (
+            {"model_type": "mixtral", "num_local_experts": 8},
+            r"model_type 'mixtral' is not implemented \(it states num_local_experts\).*phi3, qwen2",
+        ),
+        (
+            {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}},
+            r"model_type 'gemma3' is not implemented \(it states text_config\)",
+        ),
+        (
+            {
+                "model_type": "phi3",
+                "rope_scaling": {"type": "linear", "factor": 2.0},
+            },
+            "rope_type 'linear' is not supported; supported are default, longrope",
+        ),
+        (
+            {
+                "model_type": "phi3",
+                "rope_scaling": {
+                    "type": "su", "short_factor": [1.0] * 3, "long_factor": [2.0] * 3,
+                    "short_mscale": 1.1,
+                },
+            },
+            "longrope with short_mscale is not supported",
+        ),
+    ],
+)  # fmt: skip
+def test_what_stops_a_model_is_named(
+    settings: dict[str, Any], changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        read({**settings, **changes})
+
+
+def test_keys_at_which_nothing_changes_are_passed_over(settings: dict[str, Any]) -> None:
+    neutral = {
+        "num_experts": 0, "num_local_experts": 1, "is_encoder_decoder": False,
+        "attn_logit_softcapping": None, "query_pre_attn_scalar": None, "logits_scaling": 1.0,
+        "partial_rotary_factor": 1.0, "pretraining_tp": 1, "rope_scaling": None, "use_cache": True,
+    }  # fmt: skip
+    assert read({**settings, **neutral}) == read(settings)
+
+
+def test_a_window_that_holds_the_whole_context_is_none(settings: dict[str, Any]) -> None:
+    phi3 = {**settings, "model_type": "phi3", "max_position_embeddings": 64}
+    assert read({**phi3, "sliding_window": 63}).windows == (63, 63)
+    assert read({**phi3, "sliding_window": 64}).windows == (0, 0)
+    assert read({**phi3, "sliding_window": 262144}).windows == (0, 0)
+
+
+def test_what_gemma3_configs_leave_out(settings: dict[str, Any]) -> None:
+    """The 1b's file of March 2025, and the same in the newer spelling."""
+    older = {
+        **settings,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 8,
+        "sliding_window": 5,
+        "sliding_window_pattern": 6,
+        "rope_theta": 1000000,
+        "rope_local_base_freq": 10000,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    }
+    config = read(older)
+    assert config.windows == (5, 5, 5, 5, 5, 0, 5, 5)
+    assert config.local_rope_layers == tuple(bool(window) for window in config.windows)
+    assert (config.rope_theta, config.local_rope_theta) == (1e6, 1e4)
+    assert (config.rope_scaling.kind, config.local_rope_scaling.kind) == ("linear", "default")
+    assert (config.head_dim, config.attention_scale) == (256, 1 / 16)
+    newer = {k: v for k, v in older.items() if "rope" not in k and "pattern" not in k}
+    newer["rope_parameters"] = {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    assert read(newer) == config
+
+
+def test_gelu_means_its_approximation_in_gemma(settings: dict[str, Any]) -> None:
+    """https://github.com/huggingface/transformers/pull/29402"""
+    gemma = {**settings, "model_type": "gemma", "head_dim": 8}
+    assert read({**gemma, "hidden_act": "gelu"}).hidden_act == "gelu_tanh"
+    assert read({**gemma, "hidden_act": None}).hidden_act == "gelu_tanh"
+    assert read({**settings, "hidden_act": "gelu"}).hidden_act == "gelu"
+
+
+@pytest.mark.parametrize("kind", ["su", "yarn", "longrope"])
+def test_phi3_states_its_scaling_under_three_names(settings: dict[str, Any], kind: str) -> None:
+    rope = {"type": kind, "short_factor": [1.0] * 3, "long_factor": [4.0] * 3}
+    phi3 = {**settings, "model_type": "phi3", "rope_scaling": rope}
+    config = read({**phi3, "original_max_position_embeddings": 16})
+    assert config.rope_scaling.kind == "longrope"
+    assert config.rope_scaling.original_max_position == 16
+    # 64 positions from 16: sqrt(1 + ln 4 / ln 16)
+    assert config.rope_scaling.attention_factor == pytest.approx(1.5**0.5)
+    assert config.rotation_depends_on_length
+    assert not read({**phi3, "original_max_position_embeddings": 64}).rotation_depends_on_length
+    with pytest.raises(ConfigError, match="longrope has 2 factors, wanted 3"):
+        read({**phi3, "rope_scaling": {**rope, "long_factor": [4.0] * 2}})
+
+
+def test_fused_projections_are_two_linears(settings: dict[str, Any]) -> None:
+    shapes = linear_shapes(read({**settings, "model_type": "phi3"}))
+    assert [name for name in shapes if ".0." in name] == [
+        "model.layers.0.self_attn.qkv_proj", "model.layers.0.self_attn.o_proj",
+        "model.layers.0.mlp.gate_up_proj", "model.layers.0.mlp.down_proj",
+    ]  # fmt: skip
+    assert shapes["model.layers.0.self_attn.qkv_proj"] == (24 + 2 * 12, 24)
+    assert shapes["model.layers.0.mlp.gate_up_proj"] == (80, 24)
 
 
 def test_heads_that_do_not_group(settings: dict[str, Any]) -> None:

@@ -121,6 +121,68 @@ def test_yarn_keeps_fast_pairs_and_divides_slow_ones() -> None:
     assert scaling.attention_factor == pytest.approx(0.1 * np.log(4) + 1)
 
 
+LONGROPE = {
+    "rope_type": "longrope",
+    "original_max_position_embeddings": 16,
+    "short_factor": [1.0, 1.5, 1.0, 2.0],
+    "long_factor": [1.0, 4.0, 8.0, 32.0],
+}
+
+
+def test_longrope_divides_by_one_list_or_the_other() -> None:
+    """https://github.com/ggml-org/llama.cpp/issues/8995"""
+    scaling = read_scaling(LONGROPE, 64)
+    plain = inverse_frequencies(8, 10000.0)
+    for length, factors in ((16, "short_factor"), (17, "long_factor"), (64, "long_factor")):
+        got = inverse_frequencies(8, 10000.0, scaling, length)
+        np.testing.assert_allclose(got, plain / LONGROPE[factors], rtol=1e-15)
+    assert scaling.factor == 4.0
+    cos, sin = rope_table(16, 8, 10000.0, scaling)
+    # cos² + sin² is the square of what multiplies both: 1 + ln 4 / ln 16
+    np.testing.assert_allclose(cos.astype(float) ** 2 + sin.astype(float) ** 2, 1.5, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "factor"),
+    [
+        ({"attention_factor": 1.25}, 1.25),
+        ({"factor": 2.0}, (1 + np.log(2) / np.log(16)) ** 0.5),
+        ({"factor": 0.5}, 1.0),
+    ],
+)
+def test_what_longrope_multiplies_by(changes: dict[str, float], factor: float) -> None:
+    assert read_scaling({**LONGROPE, **changes}, 64).attention_factor == pytest.approx(factor)
+
+
+def test_a_longrope_table_is_that_of_the_length() -> None:
+    scaling = read_scaling(LONGROPE, 64)
+    table = RopeTable(8, 10000.0, scaling)
+    short = table.tables(3)
+    assert table.tables(16) is short
+    np.testing.assert_array_equal(short[0], rope_table(16, 8, 10000.0, scaling)[0])
+    long = table.tables(17)
+    assert table.tables(64) is long
+    np.testing.assert_array_equal(long[0][:64], rope_table(64, 8, 10000.0, scaling)[0])
+    np.testing.assert_array_equal(table.tables(16)[0], short[0])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"long_factor": None},
+        {"short_factor": "1.0"},
+        {"short_factor": [1.0, 0.0, 1.0, 1.0]},
+        {"long_factor": [1.0, float("nan"), 1.0, 1.0]},
+        {"original_max_position_embeddings": 1},
+        {"original_max_position_embeddings": 16.5},
+        {"factor": 1e30},
+    ],
+)
+def test_longrope_numbers_that_are_senseless(changes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(changes))):
+        read_scaling({**LONGROPE, **changes}, 64)
+
+
 def test_tables_hold_far_positions() -> None:
     """https://github.com/huggingface/transformers/issues/29285"""
     cos, sin = rope_table(32768, 2, 10000.0)
