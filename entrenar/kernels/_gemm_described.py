@@ -8,6 +8,7 @@ what would be stored there, so no edge is masked.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -48,15 +49,20 @@ def describe(x: torch.Tensor) -> Layout | None:
     """
     if x.data_ptr() % _ALIGNMENT:
         return None
-    step = _ALIGNMENT // x.element_size()
-    batch, outer = (x.shape[0], x.stride(0)) if x.ndim == 3 else (1, 0)
+    return _layout(x.shape, x.stride(), _ALIGNMENT // x.element_size())
+
+
+@functools.lru_cache(maxsize=4096)
+def _layout(shape: tuple[int, ...], strides: tuple[int, ...], step: int) -> Layout | None:
+    """Describe an array whose rows have to start at multiples of ``step`` elements."""
+    batch, outer = (shape[0], strides[0]) if len(shape) == 3 else (1, 0)
     shared = batch == 1 or outer == 0
     if not shared and (outer % step or outer < 0):
         return None
     for transposed in (False, True):
         row, column = (-1, -2) if transposed else (-2, -1)
-        rows, columns, gap = x.shape[row], x.shape[column], x.stride(row)
-        if columns > 1 and x.stride(column) != 1:
+        rows, columns, gap = shape[row], shape[column], strides[row]
+        if columns > 1 and strides[column] != 1:
             continue
         if rows == 1:
             gap = cdiv(columns, step) * step

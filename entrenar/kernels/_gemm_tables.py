@@ -120,7 +120,7 @@ _IN_REGISTERS = (
 _TURING: _Table = {
     "16-bit": _IN_REGISTERS,
     "16-bit unaligned": _IN_REGISTERS,
-    "fp32": _AMPERE["fp32"],
+    "fp32": (*_AMPERE["fp32"][:3], *_FP32_UNALIGNED[1:]),
     "fp32 unaligned": _FP32_UNALIGNED,
     "tf32": _FP32_UNALIGNED,  # there is none: float32 as it is
 }

@@ -187,6 +187,32 @@ def test_every_product_of_a_layer_splits(
     assert torch.equal(out, again)
 
 
+def test_parts_are_added_to_nothing_that_was_there(device: str) -> None:
+    """https://github.com/ByteDance-Seed/Triton-distributed/issues/182: storage added to was not zeroed."""
+    a, b = normals(3, 1100, device=device), normals(1100, 40, device=device)
+    with poisoned() as given:
+        got = gemm.gemm_forward(a, b)
+    assert len(given) == 2  # the result, and the parts it was split into
+    within(got, to_float64(a) @ to_float64(b), 1100)
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+def test_rows_lie_on_the_first_axis_of_the_grid(
+    target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """https://github.com/NVIDIA/apex/issues/411: the other axes end at 65535."""
+    monkeypatch.setenv("ENTRENAR_BACKEND", "ptx")
+    monkeypatch.setenv("ENTRENAR_PTX_TARGET", target)
+    grids = []
+    with _launch.launching(lambda op, kernel, grid, given: grids.append(grid)):
+        for dtype in (torch.float32, torch.bfloat16):
+            gemm.gemm_forward(
+                torch.zeros(4_200_000, 8, dtype=dtype), torch.zeros(8, 16, dtype=dtype)
+            )
+    assert [len(grid) for grid in grids] == [1, 1]
+    assert grids[0][0] > 1 << 15
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_operands_of_stride_zero(dtype: torch.dtype, device: str) -> None:
     """One row, one column or one matrix for all is read in place."""

@@ -95,6 +95,19 @@ def test_every_storage_order(
     within(got, turned(a, trans_a) @ turned(b, trans_b), k)
 
 
+@pytest.mark.parametrize(("m", "n", "k"), [(64, 1, 1), (65, 64, 63), (127, 129, 65), (64, 17, 64)])
+def test_sizes_around_a_tile(
+    m: int, n: int, k: int, hopper: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """https://github.com/gpu-mode/lectures/issues/51: every element of ones times ones is k."""
+    force(monkeypatch, SMALL)
+    a = stored(m, k, False, torch.bfloat16, hopper).fill_(1)
+    b = stored(k, n, True, torch.bfloat16, hopper).fill_(1)
+    assert launched(gemm.matmul, a, b, False, True)[0]["kernel"] == "described_kernel"
+    with poisoned():
+        assert (to_float64(gemm.matmul(a, b, False, True)) == k).all()
+
+
 @pytest.mark.parametrize(
     ("out_dtype", "accumulate", "width"),
     [
