@@ -32,6 +32,7 @@ import torch
 
 from entrenar import checks
 from entrenar.errors import ConfigError, DataError, LayoutError, ShapeMismatchError
+from entrenar.kernels import _attention_gradient_kernels as _gradients
 from entrenar.kernels import _attention_kernels as _kernels
 from entrenar.kernels import _launch
 
@@ -168,12 +169,12 @@ def attention_backward(
         tile = _key_gradient_tile(q, segments.mean_keys(k), softcap > 0)
         grid = (segments.blocks(k.shape[0], tile.block_n), k.shape[1])
         outputs = {"grad_k_ptr": grads[1], "grad_v_ptr": grads[2]}
-        kernel = _kernels._attention_key_gradient_kernel
+        kernel = _gradients._attention_key_gradient_kernel
         _launch_gradient(op, kernel, grid, tile, given, outputs, settings)
     if q.shape[0]:
         tile = _query_gradient_tile(q, segments.mean_queries(q), softcap > 0)
         grid = (segments.blocks(q.shape[0], tile.block_m), q.shape[1])
-        kernel = _kernels._attention_query_gradient_kernel
+        kernel = _gradients._attention_query_gradient_kernel
         _launch_gradient(op, kernel, grid, tile, given, {"grad_q_ptr": grads[0]}, settings)
     return grads[0], grads[1], grads[2]
 
@@ -213,7 +214,7 @@ def _launch_delta(
     block_d = _block_d(head_dim)
     block_m = max(_DELTA_ELEMENTS // block_d, 8)
     _launch.launch(
-        _kernels._attention_delta_kernel,
+        _gradients._attention_delta_kernel,
         (_launch.cdiv(n_rows, block_m), heads),
         op=op,
         stream=stream,
@@ -259,12 +260,16 @@ class _Segments:
 
 @dataclasses.dataclass(frozen=True)
 class _Tile:
-    """Rows of queries and of keys that a program takes at a time, and how it is compiled."""
+    """Rows of queries and of keys that a program takes at a time, and how it is compiled.
+
+    ``chunk``: features of a head that a product of rows reads at a time; 0 holds all of them.
+    """
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
+    chunk: int = 0
 
 
 def _common(
@@ -293,6 +298,7 @@ def _common(
         "SEGMENTS": max(_launch.next_power_of_2(segments.count), 16) if several else 0,
         "HEAD_DIM": q.shape[2],
         "BLOCK_D": _block_d(q.shape[2]),
+        "CHUNK_D": tile.chunk if tile.chunk < _block_d(q.shape[2]) else 0,
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
         "UPCAST_DOT": _launch.interpreting(),
@@ -446,19 +452,20 @@ _QUERY_GRADIENT_32BIT = {
 # and 16 bytes in four warps):
 _KEY_GRADIENT_SMALL = {(2, 64): _Tile(64, 64, 8, 2)}
 _QUERY_GRADIENT_SMALL = {(4, 64): _Tile(32, 32, 8, 1)}
-# On RDNA, whose wavefronts of 32 lanes hold both halves of a matrix operand twice. Heads of 64 do not
-# spill on gfx1100, nor forward those of 128; backward at 128 and all at 256 do, with any tile: these
+# On RDNA, whose wavefronts of 32 lanes hold both halves of a matrix operand twice, wide heads are read a
+# part of their features at a time (the last number). That cures no product of float32, which runs on the
+# scalar units: forward of 256 features and backward of 128 and 256 spill there with any tile, and these
 # spill least.
 _FORWARD_RDNA = {
-    (2, 64): _Tile(128, 32, 8, 1), (2, 128): _Tile(32, 16, 8, 1), (2, 256): _Tile(32, 16, 16, 1),
+    (2, 64): _Tile(128, 32, 8, 1), (2, 128): _Tile(32, 16, 8, 1), (2, 256): _Tile(32, 32, 8, 1, 64),
     (4, 64): _Tile(16, 16, 8, 1), (4, 128): _Tile(32, 16, 16, 1), (4, 256): _Tile(16, 16, 16, 1),
 }  # fmt: skip
 _KEY_GRADIENT_RDNA = {
-    (2, 64): _Tile(32, 32, 8, 1), (2, 128): _Tile(16, 16, 8, 1), (2, 256): _Tile(16, 16, 16, 1),
+    (2, 64): _Tile(32, 32, 8, 1), (2, 128): _Tile(32, 32, 8, 1, 32), (2, 256): _Tile(32, 32, 8, 1, 32),
     (4, 64): _Tile(16, 16, 8, 1), (4, 128): _Tile(16, 16, 16, 1), (4, 256): _Tile(16, 16, 16, 1),
 }  # fmt: skip
 _QUERY_GRADIENT_RDNA = {
-    (2, 64): _Tile(32, 32, 8, 1), (2, 128): _Tile(16, 16, 8, 1), (2, 256): _Tile(16, 16, 16, 1),
+    (2, 64): _Tile(32, 32, 8, 1), (2, 128): _Tile(32, 32, 8, 1, 32), (2, 256): _Tile(32, 32, 8, 1, 32),
     (4, 64): _Tile(16, 16, 8, 1), (4, 128): _Tile(16, 16, 8, 1), (4, 256): _Tile(16, 16, 16, 1),
 }  # fmt: skip
 # With a soft cap, which holds a tile of scores longer.

@@ -187,3 +187,25 @@ def test_two_runs_agree_to_the_bit(window: int) -> None:
         return [out, lse, *kernels.attention_backward(grad, q, k, v, out, lse, window=window)]
 
     assert all(torch.equal(a, b) for a, b in zip(run(), run(), strict=True))
+
+
+@pytest.mark.parametrize("head_dim", [40, 64, 128])
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
+def test_features_read_in_parts_give_the_same(
+    head_dim: int, softcap: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What wide heads take on GPUs whose registers do not hold them: 32 features at a time."""
+    q, k, v, grad = (_normal(i, 37, h, head_dim) for i, h in enumerate((4, 2, 2, 4)))
+    given = {"cu_seqlens_q": _bounds(0, 9, 37), "window": 20, "softcap": softcap}
+    outcomes = []
+    for chunk in (0, 32):
+        tile = kernels._Tile(16, 16, 4, 1, chunk)
+        for name in ("_forward_tile", "_key_gradient_tile", "_query_gradient_tile"):
+            monkeypatch.setattr(kernels, name, lambda *sizes, tile=tile: tile)
+        with poisoned():
+            out, lse = kernels.attention_forward(q, k, v, **given)
+            grads = kernels.attention_backward(grad, q, k, v, out, lse, **given)
+        outcomes.append([to_float64(t) for t in (out, lse, *grads)])
+    for whole, parts in zip(*outcomes, strict=True):
+        # sums of at most 128 products in another order
+        np.testing.assert_allclose(parts, whole, rtol=0, atol=2e-5 * np.abs(whole).max())

@@ -66,7 +66,7 @@ FAULTS = [
     Fault("bias_dropped", "gemm", "bias = tl.load(bias_ptr + cols, mask=cols < N, other=0.0)",
           "bias = tl.zeros_like(tl.load(bias_ptr + cols, mask=cols < N, other=0.0))", "linear",
           "T7_13_to_11", False),
-    Fault("scale_of_the_scores_dropped", "_attention_kernels", ' * scale_log2\n', "\n", "attention",
+    Fault("scale_of_the_scores_dropped", "_attention_kernels", "scores *= scale_log2", "pass", "attention",
           "S7_H1_D8"),
     Fault("nibbles_swapped", "nf4", "tl.join(high * absmax[:, None], low * absmax[:, None])",
           "tl.join(low * absmax[:, None], high * absmax[:, None])", "nf4_dequantize", "3x37"),
