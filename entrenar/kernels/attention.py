@@ -465,7 +465,7 @@ _KEY_GRADIENT_RDNA = {
     (4, 64): _Tile(16, 16, 8, 1), (4, 128): _Tile(16, 16, 16, 1), (4, 256): _Tile(16, 16, 16, 1),
 }  # fmt: skip
 _QUERY_GRADIENT_RDNA = {
-    (2, 64): _Tile(32, 32, 8, 1), (2, 128): _Tile(32, 32, 8, 1, 32), (2, 256): _Tile(32, 32, 8, 1, 32),
+    (2, 64): _Tile(32, 32, 8, 1, 32), (2, 128): _Tile(32, 32, 8, 1, 32), (2, 256): _Tile(32, 32, 8, 1, 32),
     (4, 64): _Tile(16, 16, 8, 1), (4, 128): _Tile(16, 16, 8, 1), (4, 256): _Tile(16, 16, 16, 1),
 }  # fmt: skip
 # With a soft cap, which holds a tile of scores longer.

@@ -35,6 +35,25 @@ def kernels() -> set[str]:
     return found
 
 
+# Spills that no tile avoids: float32 attention of wide heads on RDNA 3, whose products run on the scalar
+# units. (kernel, features of a head)
+STATED = {
+    ("_attention_forward_kernel", 256), ("_attention_key_gradient_kernel", 128),
+    ("_attention_key_gradient_kernel", 256), ("_attention_query_gradient_kernel", 128),
+    ("_attention_query_gradient_kernel", 256),
+}  # fmt: skip
+
+
+def stated(row: static.Row) -> tuple[str, int] | None:
+    """Return which of the stated spills a row shows; None for any other row."""
+    if row["target"] != "gfx1100" or row["dtype"] != "fp32" or "HEAD_DIM" not in row["config"]:
+        return None
+    width = int(row["config"].split("HEAD_DIM=")[1].split()[0])
+    found = (row["kernel"], width)
+    alone = [fault.startswith("spills") for fault in faults(row)] == [True]
+    return found if alone and found in STATED else None
+
+
 def test_every_kernel_compiles_without_a_fault(counts: Callable[[int, int], int]) -> None:
     """Reduced: each kernel in one configuration; full: all of them, every dtype and target."""
     full = bool(counts(0, 1))
@@ -42,7 +61,13 @@ def test_every_kernel_compiles_without_a_fault(counts: Callable[[int, int], int]
         static.ALL_TARGETS if full else REDUCED, ("bf16", "fp32", "fp16"), one_each=not full,
         cache=cache_folder(),
     )  # fmt: skip
-    wrong = {f"{r['kernel']} {r['dtype']} {r['target']} {r['config']}": faults(r) for r in found}
+    known = {stated(row) for row in found} - {None}
+    assert known == (STATED if full else set()), "a stated spill is gone: take it off the list"
+    wrong = {
+        f"{r['kernel']} {r['dtype']} {r['target']} {r['config']}": faults(r)
+        for r in found
+        if stated(r) is None
+    }
     assert {name: wrongs for name, wrongs in wrong.items() if wrongs} == {}
     for target in {row["target"] for row in found}:
         assert {row["kernel"] for row in found if row["target"] == target} == kernels(), target
