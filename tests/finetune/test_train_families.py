@@ -23,7 +23,8 @@ PAIRS = [([5, 9, 17, 3], [8, 44, 2]), ([7, 7], [30, 31, 32, 2])]
 IDS = [[1, 5, 9, 30, 31, 2, 17]]
 
 
-def write(folder: Path, model_type: str) -> Path:
+def write(folder: Path, model_type: str, **changes: object) -> Path:
+    """Write a small model of a family, without a tokenizer."""
     spec = importlib.util.spec_from_file_location("family", SCRIPT)
     assert spec is not None
     assert spec.loader is not None
@@ -32,6 +33,7 @@ def write(folder: Path, model_type: str) -> Path:
     settings = {**script.BASE, "model_type": model_type, "head_dim": 16, "hidden_size": 64}
     if FAMILIES[model_type].scalar_scale:
         settings |= {"query_pre_attn_scalar": 20, "sliding_window": 4}
+    settings |= changes
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(settings))
     shapes = tensor_shapes(TransformerConfig.from_hf(settings))

@@ -1,6 +1,6 @@
 """Train one step of a tiny model on the backend the environment names; write what came out.
 
-    ENTRENAR_BACKEND=triton python step_on_backend.py MODEL_FOLDER OUT.npz [nf4]
+    ENTRENAR_BACKEND=triton python step_on_backend.py MODEL_FOLDER OUT.npz [nf4] [all-linear]
 
 Writes the loss, the gradient norm, every gradient and the parameters after the step, and the set of
 places that launches ran.
@@ -15,14 +15,15 @@ import numpy as np
 
 from entrenar import InstructConfig, InstructPipeline, runtime
 
-PAIRS = [([5, 9, 17, 3], [8, 44, 2]), ([7], [12, 30, 61, 9, 2])]
+PAIRS = [([5, 9, 17, 3], [8, 44, 2]), ([7], [12, 30, 60, 9, 2])]
 
 
 def main(folder: str, out: str, *options: str) -> None:
+    some = ("q_proj", "v_proj", "down_proj")
     config = InstructConfig(
         lora_rank=4,
         lora_alpha=8.0,
-        target_modules=("q_proj", "v_proj", "down_proj"),
+        target_modules="all-linear" if "all-linear" in options else some,
         learning_rate=1e-2,
         schedule="constant",
         max_seq_len=32,
