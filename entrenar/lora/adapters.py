@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
+import re
 from collections.abc import Mapping
 
 import numpy as np
@@ -67,7 +68,7 @@ class LoraAdapters:
         layers: Adapted module name to its layer, in the model's order.
 
     Raises:
-        AdapterError: A target matches no layer.
+        AdapterError: A target, or a pattern of ranks or alphas, matches no layer.
         ConfigError: A layer's sizes are not positive.
     """
 
@@ -79,12 +80,14 @@ class LoraAdapters:
     ) -> None:
         self.config = config
         names = match_targets(shapes, config.target_modules)
+        _check_patterns(names, config)
         places: dict[str, tuple[int, ...]] = {}
         for name in names:
             n_out, n_in = shapes[name]
             if n_out < 1 or n_in < 1:
                 raise ConfigError(f"{name} has sizes ({n_out}, {n_in}), wanted at least 1", "")
-            for part, shape in zip(_PARTS, ((config.r, n_in), (n_out, config.r)), strict=True):
+            rank = config.rank_of(name)
+            for part, shape in zip(_PARTS, ((rank, n_in), (n_out, rank)), strict=True):
                 places[f"{name}.{part}"] = shape
         self.arena = Arena(places, device)
         self.params, self.grads = self.arena.params, self.arena.grads
@@ -95,7 +98,7 @@ class LoraAdapters:
                 name,
                 tensors[f"{name}.lora_A"],
                 tensors[f"{name}.lora_B"],
-                config.scaling,
+                config.scaling_of(name),
                 config.lora_dropout,
             )
             for name in names
@@ -173,6 +176,17 @@ class LoraAdapters:
                 )
         for key, array in arrays.items():
             items[key].data.copy_(torch.from_numpy(array))
+
+
+def _check_patterns(names: list[str], config: LoraConfig) -> None:
+    """Refuse a pattern that no adapted module fits: a misspelt one would change nothing."""
+    patterns = [pattern for pattern, _ in (*config.rank_pattern, *config.alpha_pattern)]
+    for pattern in patterns:
+        if not any(re.match(rf"(.*\.)?({pattern})$", name) for name in names):
+            raise AdapterError(
+                f"the pattern {pattern!r} fits none of the adapted modules",
+                f"they are {names[0]}, ...",
+            )
 
 
 def peft_key(name: str, part: str) -> str:

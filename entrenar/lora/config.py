@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from entrenar.errors import AdapterError, ConfigError
@@ -29,6 +29,9 @@ class LoraConfig:
             expression that a whole name must match.
         use_rslora: Scale by ``lora_alpha / sqrt(r)`` instead.
         seed: Of the generator that fills A.
+        rank_pattern: Ranks of modules that differ, as (pattern, rank) pairs. A pattern is the end of a
+            module's name from a dot on, or a regular expression for that; the first that fits counts.
+        alpha_pattern: The same for alpha.
 
     Raises:
         ConfigError: A value is of the wrong type or out of range.
@@ -40,8 +43,17 @@ class LoraConfig:
     target_modules: tuple[str, ...] | str = ("q_proj", "v_proj")
     use_rslora: bool = False
     seed: int = 0
+    rank_pattern: tuple[tuple[str, int], ...] = ()
+    alpha_pattern: tuple[tuple[str, float], ...] = ()
 
     def __post_init__(self) -> None:
+        for name in ("rank_pattern", "alpha_pattern"):
+            object.__setattr__(self, name, _pairs(name, getattr(self, name)))
+        for pattern, rank in self.rank_pattern:
+            _check_integer(f"rank_pattern[{pattern!r}]", rank, 1)
+        for pattern, value in self.alpha_pattern:
+            if not _number(f"alpha_pattern[{pattern!r}]", value) > 0:
+                raise ConfigError(f"alpha_pattern[{pattern!r}] is {value}, wanted more than 0", "")
         _check_integer("r", self.r, 1)
         _check_integer("seed", self.seed, 0)
         alpha = _number("lora_alpha", self.lora_alpha)
@@ -77,8 +89,44 @@ class LoraConfig:
 
     @property
     def scaling(self) -> float:
-        """Factor of ``B @ A`` in the layer's output."""
-        return self.lora_alpha / (math.sqrt(self.r) if self.use_rslora else self.r)
+        """Factor of ``B @ A`` in the output of a layer that no pattern names."""
+        return self._scaling(self.r, self.lora_alpha)
+
+    def _scaling(self, rank: int, alpha: float) -> float:
+        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+
+    def rank_of(self, module: str) -> int:
+        """Return the rank of a module's adapter."""
+        return _first(self.rank_pattern, module, self.r)
+
+    def scaling_of(self, module: str) -> float:
+        """Return the factor of ``B @ A`` in a module's output."""
+        alpha = _first(self.alpha_pattern, module, self.lora_alpha)
+        return self._scaling(self.rank_of(module), alpha)
+
+
+def _pairs(name: str, given: Any) -> tuple[tuple[str, Any], ...]:
+    """Return a mapping or pairs as pairs, refusing patterns that are no regular expressions."""
+    pairs = tuple(given.items()) if isinstance(given, Mapping) else tuple(given)
+    for pattern, _ in pairs:
+        try:
+            re.compile(pattern)
+        except (re.error, TypeError) as error:
+            raise ConfigError(
+                f"{name}: {pattern!r} is not a module's name or a regular expression: {error}", ""
+            ) from error
+    return pairs
+
+
+def _first(pairs: Iterable[tuple[str, Any]], module: str, default: Any) -> Any:
+    """Return the value of the first pattern that a module's name ends with.
+
+    Source: PEFT's ``get_pattern_key``.
+    """
+    for pattern, value in pairs:
+        if re.match(rf"(.*\.)?({pattern})$", module):
+            return value
+    return default
 
 
 def match_targets(names: Iterable[str], target_modules: tuple[str, ...] | str) -> list[str]:

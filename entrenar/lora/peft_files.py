@@ -7,8 +7,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
+import re
 import secrets
 import shutil
 import warnings
@@ -41,16 +43,19 @@ _INERT = {
     "megatron_core", "peft_version", "qalora_group_size", "revision", "runtime_config", "task_type",
     "exclude_modules", "layers_pattern", "layers_to_transform", "loftq_config", "ensure_weight_tying",
 }  # fmt: skip
-_READ = {"lora_alpha", "lora_dropout", "peft_type", "r", "target_modules", "use_rslora"}
+_READ = {
+    "alpha_pattern", "lora_alpha", "lora_dropout", "peft_type", "r", "rank_pattern", "target_modules",
+    "use_rslora",
+}  # fmt: skip
 # What an option that is off may be.
 _NOTHING: tuple[Any, ...] = (None, False, {}, [], "")
 # Options that change the computation, and what each may be.
 _OFF: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(
         (
-            "alora_invocation_tokens", "alpha_pattern", "arrow_config", "corda_config",
+            "alora_invocation_tokens", "arrow_config", "corda_config",
             "fan_in_fan_out", "kasa_config", "layer_replication", "lora_bias", "lora_ga_config",
-            "modules_to_save", "monteclora_config", "rank_pattern", "target_parameters",
+            "modules_to_save", "monteclora_config", "target_parameters",
             "trainable_token_indices", "use_bdlora", "use_dora", "use_qalora", "velora_config",
         ),
         _NOTHING,
@@ -107,7 +112,7 @@ def config_document(adapters: LoraAdapters, base_model_name_or_path: str | None)
         targets = list(dict.fromkeys(name.rpartition(".")[2] for name in adapters.layers))
     alpha = float(config.lora_alpha)
     return {
-        "alpha_pattern": {},
+        "alpha_pattern": dict(config.alpha_pattern),
         "auto_mapping": None,
         "base_model_name_or_path": base_model_name_or_path,
         "bias": "none",
@@ -122,7 +127,7 @@ def config_document(adapters: LoraAdapters, base_model_name_or_path: str | None)
         "modules_to_save": None,
         "peft_type": "LORA",
         "r": config.r,
-        "rank_pattern": {},
+        "rank_pattern": dict(config.rank_pattern),
         "revision": None,
         "target_modules": list(targets) if isinstance(targets, list | tuple) else targets,
         "task_type": "CAUSAL_LM",
@@ -148,12 +153,10 @@ def load_adapter(directory: str | Path) -> tuple[LoraConfig, dict[str, np.ndarra
     folder = Path(directory)
     document = read_config(folder)
     config = _parse_config(document, folder / CONFIG_FILE)
-    state = _read_tensors(folder, config.r)
+    state = _read_tensors(folder, config)
     if any(document.get(k) for k in ("exclude_modules", "layers_pattern", "layers_to_transform")):
         modules = dict.fromkeys(_module(key)[0] for key in state)
-        config = LoraConfig(
-            config.r, config.lora_alpha, config.lora_dropout, tuple(modules), config.use_rslora
-        )
+        config = dataclasses.replace(config, target_modules=tuple(modules))
     return config, state
 
 
@@ -200,9 +203,18 @@ def _parse_config(document: Mapping[str, Any], path: Path) -> LoraConfig:
             lora_dropout=document.get("lora_dropout") or 0.0,
             target_modules=targets if isinstance(targets, str) else tuple(targets),
             use_rslora=document.get("use_rslora") or False,
+            rank_pattern=_pattern(document, "rank_pattern", path),
+            alpha_pattern=_pattern(document, "alpha_pattern", path),
         )
     except (ConfigError, TypeError) as error:
         raise AdapterError(f"{path}: {error}", "") from error
+
+
+def _pattern(document: Mapping[str, Any], key: str, path: Path) -> tuple[tuple[str, Any], ...]:
+    value = document.get(key) or {}
+    if not isinstance(value, dict):
+        raise AdapterError(f"{path}: {key} is {value!r}, wanted an object", "")
+    return tuple(value.items())
 
 
 def _refuse_options(document: Mapping[str, Any], path: Path) -> None:
@@ -221,7 +233,7 @@ def _refuse_options(document: Mapping[str, Any], path: Path) -> None:
         warnings.warn(f"{path}: unknown keys that are off: {listed}", stacklevel=4)
 
 
-def _read_tensors(folder: Path, rank: int) -> dict[str, np.ndarray]:
+def _read_tensors(folder: Path, config: LoraConfig) -> dict[str, np.ndarray]:
     path = folder / WEIGHTS_FILE
     if not path.exists():
         hint = (
@@ -235,9 +247,23 @@ def _read_tensors(folder: Path, rank: int) -> dict[str, np.ndarray]:
         raise AdapterError(f"{path} is damaged: {error}", "copy or save it again") from error
     if not tensors:
         raise AdapterError(f"{path} holds no tensors", "the adapter was saved empty")
-    state = {key: _array(key, tensor) for key, tensor in tensors.items()}
-    _check_pairs(state, rank)
+    plain = _without_adapter_name(tensors)
+    state = {key: _array(key, tensor) for key, tensor in plain.items()}
+    _check_pairs(state, config)
     return state
+
+
+def _without_adapter_name(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors under the names PEFT gives files, where all carry one adapter's name.
+
+    A model's own state_dict has ``lora_A.default.weight`` for ``lora_A.weight``. Names that are mixed
+    stay as they are, and are refused as unexpected.
+    """
+    split = {key: re.fullmatch(r"(.*\.lora_[AB])\.([^.]+)\.weight", key) for key in tensors}
+    adapters = {match[2] if match else None for match in split.values()}
+    if len(adapters) != 1 or None in adapters:
+        return dict(tensors)
+    return {f"{match[1]}.weight": tensors[key] for key, match in split.items() if match}
 
 
 def _array(key: str, tensor: torch.Tensor) -> np.ndarray:
@@ -255,17 +281,18 @@ def _module(key: str) -> tuple[str, str]:
     return "", ""
 
 
-def _check_pairs(state: Mapping[str, np.ndarray], rank: int) -> None:
+def _check_pairs(state: Mapping[str, np.ndarray], config: LoraConfig) -> None:
     modules = {_module(key)[0] for key in state}
     wanted = {f"{_PREFIX}{m}.{p}.weight" for m in modules - {""} for p in ("lora_A", "lora_B")}
     check_keys(wanted, set(state))
     for key, array in state.items():
-        axis = 0 if _module(key)[1] == "lora_A" else 1
+        module, part = _module(key)
+        axis, rank = 0 if part == "lora_A" else 1, config.rank_of(module)
         if array.ndim != 2 or array.shape[axis] != rank:
             form = f"({rank}, in)" if axis == 0 else f"(out, {rank})"
             raise AdapterError(
                 f"{key} has shape {array.shape}, wanted {form}",
-                f"{CONFIG_FILE} says r is {rank}",
+                f"{CONFIG_FILE} says its rank is {rank}",
             )
 
 

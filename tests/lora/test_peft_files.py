@@ -15,7 +15,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from entrenar.errors import AdapterError
+from entrenar.errors import AdapterError, ConfigError
 from entrenar.lora import LoraAdapters, LoraConfig, load_adapter, save_adapter
 from entrenar.lora import peft_files as module
 
@@ -121,12 +121,17 @@ def test_all_linear_is_written_as_the_names_it_stands_for(
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
-def test_ours_opens_in_peft(shapes: Shapes, fill: Fill, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [(), (("layers.1.mlp.up_proj", 2),)])
+@pytest.mark.parametrize("alphas", [(), ((r"layers\.\d\.mlp\.up_proj", 5.0),)])
+def test_ours_opens_in_peft(
+    shapes: Shapes, fill: Fill, tmp_path: Path, ranks: Any, alphas: Any
+) -> None:
     peft = pytest.importorskip("peft", reason="peft is not installed")
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     config = LoraConfig(
-        r=3, lora_alpha=12.5, lora_dropout=0.1, target_modules="all-linear", use_rslora=True
-    )
+        r=3, lora_alpha=12.5, lora_dropout=0.1, target_modules="all-linear", use_rslora=True,
+        rank_pattern=ranks, alpha_pattern=alphas,
+    )  # fmt: skip
     adapters = fill(LoraAdapters(shapes, config))
     save_adapter(tmp_path / "a", adapters, None)
     llama = transformers.LlamaConfig(
@@ -139,7 +144,9 @@ def test_ours_opens_in_peft(shapes: Shapes, fill: Fill, tmp_path: Path) -> None:
     for key, array in adapters.state_dict().items():
         np.testing.assert_array_equal(state[key].numpy(), array)
     layer = model.base_model.model.model.layers[1].mlp.up_proj
-    assert layer.scaling["default"] == pytest.approx(config.scaling)
+    scaling = config.scaling_of("model.layers.1.mlp.up_proj")
+    assert (scaling == config.scaling) is not bool(ranks or alphas)
+    assert layer.scaling["default"] == pytest.approx(scaling)
     ours = adapters.layers["model.layers.1.mlp.up_proj"].delta()
     torch.testing.assert_close(layer.get_delta_weight("default").detach(), ours)
 
@@ -301,7 +308,7 @@ def test_unknown_keys_that_are_off_are_tolerated_with_one_notice(saved: Path) ->
     ("key", "value"),
     [
         ("use_dora", True), ("lora_bias", True), ("bias", "all"), ("fan_in_fan_out", True),
-        ("rank_pattern", {"q_proj": 4}), ("alpha_pattern", {"q_proj": 4}),
+
         ("modules_to_save", ["lm_head"]), ("layer_replication", [[0, 1]]), ("use_qalora", True),
         ("init_lora_weights", "pissa"), ("init_lora_weights", "olora"),
         ("trainable_token_indices", [1]), ("target_parameters", ["x"]), ("future", "on"),
@@ -338,3 +345,61 @@ def test_a_missing_alpha_is_pefts_default_and_said(saved: Path) -> None:
     with pytest.warns(UserWarning, match="lora_alpha is missing, taking PEFT's default of 8"):
         config, _ = load_adapter(saved)
     assert config.scaling == 2.0
+
+
+PATTERN = "layers.1.self_attn.q_proj"
+
+
+def deep_adapters(**changes: object) -> LoraAdapters:
+    shapes = {f"model.layers.{i}.self_attn.q_proj": (16, 16) for i in range(12)}
+    config = LoraConfig(r=8, lora_alpha=16, target_modules=("q_proj",), **changes)
+    return LoraAdapters(shapes, config)
+
+
+def test_ranks_and_alphas_by_pattern(tmp_path: Path) -> None:
+    """https://github.com/huggingface/peft/issues/2194: layer 1 alone, not layers 10 and 11 with it."""
+    adapters = deep_adapters(rank_pattern=((PATTERN, 4),), alpha_pattern=((PATTERN, 32),))
+    for index, layer in enumerate(adapters.layers.values()):
+        rank, scale = (4, 8.0) if index == 1 else (8, 2.0)
+        assert layer.lora_a.shape == (rank, 16)
+        assert layer.lora_b.shape == (16, rank)
+        assert layer.scaling == scale
+    save_adapter(tmp_path / "adapter", adapters, "base")
+    document = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert (document["rank_pattern"], document["alpha_pattern"]) == ({PATTERN: 4}, {PATTERN: 32})
+    config, state = load_adapter(tmp_path / "adapter")
+    again = LoraAdapters(dict.fromkeys(adapters.layers, (16, 16)), config)
+    again.load_state_dict(state)
+    assert again.fingerprint() == adapters.fingerprint()
+
+
+def test_patterns_are_checked(tmp_path: Path) -> None:
+    with pytest.raises(AdapterError, match=r"the pattern 'layers\.1\.q_porj' fits none"):
+        deep_adapters(rank_pattern=(("layers.1.q_porj", 4),))
+    with pytest.raises(ConfigError, match=r"rank_pattern.* is 0, wanted an integer of at least 1"):
+        deep_adapters(rank_pattern=((PATTERN, 0),))
+    with pytest.raises(ConfigError, match=r"alpha_pattern.* is -1, wanted more than 0"):
+        deep_adapters(alpha_pattern=((PATTERN, -1),))
+    with pytest.raises(ConfigError, match=r"alpha_pattern: '\(' is not a module's name"):
+        deep_adapters(alpha_pattern=(("(", 4),))
+    save_adapter(tmp_path / "adapter", deep_adapters(rank_pattern=((PATTERN, 4),)), "base")
+    edit(tmp_path / "adapter", rank_pattern={})
+    with pytest.raises(AdapterError, match=r"layers.1.self_attn.q_proj.* wanted \(8, in\)"):
+        load_adapter(tmp_path / "adapter")
+    edit(tmp_path / "adapter", rank_pattern=[["q_proj", 4]])
+    with pytest.raises(AdapterError, match=r"rank_pattern is .*wanted an object"):
+        load_adapter(tmp_path / "adapter")
+
+
+def test_names_with_the_adapters_own_are_read(saved: Path) -> None:
+    """https://github.com/alvdansen/signet-trainer/issues/105: ``lora_A.default.weight``."""
+    wanted = load_adapter(saved)[1]
+
+    def rename(tensors: dict[str, np.ndarray]) -> None:
+        for key in list(tensors):
+            tensors[key.replace(".weight", ".default.weight")] = tensors.pop(key)
+
+    rewrite(saved, rename)
+    got = load_adapter(saved)[1]
+    assert got.keys() == wanted.keys()
+    assert all(np.array_equal(got[key], wanted[key]) for key in wanted)

@@ -416,7 +416,7 @@ class InstructPipeline:
         """
         saved, state = load_adapter(folder)
         mine = self.adapters.config
-        for name in ("r", "lora_alpha", "use_rslora"):
+        for name in ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"):
             if getattr(saved, name) != getattr(mine, name):
                 raise AdapterError(
                     f"the adapter {folder} has {name} {getattr(saved, name)}, this pipeline "
