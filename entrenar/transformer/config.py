@@ -260,7 +260,8 @@ def _checked_sizes(fields: Fields, family: Family) -> dict[str, int]:
     # null means as many as query heads, absent the family's number
     kv_heads = fields.optional_integer("num_key_value_heads", _MOST["num_attention_heads"])
     found["num_key_value_heads"] = heads if kv_heads is None else kv_heads
-    head_dim = fields.optional_integer("head_dim", _LARGEST_HEAD)
+    stated = fields.integer if "head_dim" in family.defaults else fields.optional_integer
+    head_dim = stated("head_dim", _LARGEST_HEAD)
     if head_dim is None and found["hidden_size"] % heads:
         raise ConfigError(
             f"config: hidden_size {found['hidden_size']} is not a multiple of num_attention_heads "

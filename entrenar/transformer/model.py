@@ -241,6 +241,9 @@ class Transformer:
     ) -> Tensor:
         """Return the last hidden state of packed rows, after the final norm.
 
+        Where the rope scaling depends on the length, the longest sequence of the call decides how all
+        its rows are rotated, as it does in a padded batch of transformers.
+
         Args:
             ids: int64 [T], token ids of all sequences, one after another; ndarray or torch.
             positions: int64 or int32 [T], place of each row in its own sequence.

@@ -136,6 +136,7 @@ def test_a_bad_value_is_named(settings: dict[str, Any], key: str, value: object)
 @pytest.mark.parametrize(
     ("family", "key", "value"),
     [
+        ("qwen3", "head_dim", None),
         ("mistral", "sliding_window", 0),
         ("mistral", "sliding_window", True),
         ("mistral", "sliding_window", 2**40),

@@ -257,13 +257,15 @@ def test_an_end_of_text_in_the_middle_is_attended_to(
     assert np.abs(with_eos - model.logits([[5, 4, 7]])[0, -1]).max() > 1e-3
 
 
-@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen3", "phi3", "gemma3_text"])
+@pytest.mark.parametrize(
+    "model_type", ["llama", "mistral", "qwen3", "phi3", "gemma2", "gemma3_text"]
+)
 def test_a_cache_changes_nothing(
     make_model: Callable[..., Transformer], tiny_settings: dict[str, Any], model_type: str
 ) -> None:
     """https://github.com/meta-pytorch/torchtune/issues/959"""
     settings = {**tiny_settings, "model_type": model_type, "sliding_window": 5, "head_dim": 6}
-    if FAMILIES[model_type].local_rope:
+    if FAMILIES[model_type].scalar_scale:
         settings |= {"query_pre_attn_scalar": 9, "layer_types": MIXED}
     model = make_model(settings)
     ids = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]
