@@ -109,6 +109,10 @@ def test_parts_of_a_weight_may_lie_in_different_shards(tiny_folder: Path) -> Non
         (lambda t: t.pop(STATE), "tensors have no place"),
         (lambda t: t.pop(f"{NAME}.absmax"), r"q_proj\.weight\.absmax is missing"),
         (lambda t: t.pop(f"{NAME}.quant_map"), r"q_proj\.weight\.quant_map is missing"),
+        (
+            lambda t: t.update({f"{NAME}.quant_map": torch.zeros(17)}),
+            r"q_proj\.weight\.quant_map is not the table",
+        ),
         (lambda t: t.update({NAME: t[NAME][:-1].clone()}), r"q_proj\.weight is torch\.uint8 of"),
         (lambda t: t.pop(NAME), "are missing: " + NAME.replace(".", r"\.")),
         (
