@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import math
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from entrenar.cli.console import Console, count
+from entrenar import runtime
+from entrenar.cli.console import Console, count, gibibytes
 from entrenar.finetune.config import InstructConfig
 from entrenar.finetune.corpus import read_corpus
 from entrenar.finetune.metrics import read_metrics
 from entrenar.finetune.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from entrenar.transformer.checkpoint import Checkpoint
 
 __all__ = ["run"]
 
@@ -27,8 +33,22 @@ def run(arguments: argparse.Namespace) -> int:
         facts = _corpus_facts(path)
     else:
         facts = _model_facts(path)
-    console.facts({key: str(value) for key, value in facts.items()})
+    if arguments.json:
+        print(
+            json.dumps({key.replace(" ", "_"): value for key, value in facts.items()}, default=str)
+        )
+        return 0
+    console.facts({key: _shown(key, value) for key, value in facts.items()})
     return 0
+
+
+def _shown(key: str, value: object) -> str:
+    """Return a fact as people read it; JSON has the plain value."""
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_shown(key, part)}" for name, part in value.items())
+    if isinstance(value, bool) or not isinstance(value, int):
+        return str(value)
+    return gibibytes(value) if key.startswith(("memory", "size")) else count(value)
 
 
 def _run_facts(folder: RunFolder) -> dict[str, object]:
@@ -96,15 +116,43 @@ def _model_facts(path: Path) -> dict[str, object]:
     found = open_checkpoint(path)
     config = found.config
     parameters = sum(math.prod(shape) for shape in tensor_shapes(config).values())
-    return {
+    files = [path] if path.is_file() else [*path.glob("*.safetensors")]
+    facts: dict[str, object] = {
         "kind": "GGUF model" if path.is_file() else "Hugging Face model",
         "architecture": config.model_type,
-        "parameters": count(parameters),
+        "parameters": parameters,
+        "stored as": found.stored_types(),
+        "size on disk": sum(file.stat().st_size for file in files),
         "layers": config.num_hidden_layers,
         "hidden size": f"{config.hidden_size}, MLP {config.intermediate_size}",
         "heads": f"{config.num_attention_heads} of {config.head_dim}, "
         f"{config.num_key_value_heads} for keys and values",
-        "vocabulary": count(config.vocab_size),
-        "context": count(config.context_length),
-        "tensors": count(len(found.names())),
+        "vocabulary": config.vocab_size,
+        "context": config.context_length,
+        "tensors": len(found.names()),
+    }
+    return facts | _training_facts(found)
+
+
+def _training_facts(found: Checkpoint) -> dict[str, object]:
+    """Return what training with the default settings takes here, and whether it fits."""
+    from entrenar.finetune.instruct_pipeline.memory import estimate_memory
+    from entrenar.lora import match_targets
+    from entrenar.transformer.weights import linear_shapes
+
+    device = runtime.resolve_device("auto")
+    free = runtime.available_memory_bytes(device)
+    shapes = linear_shapes(found.config)
+    needed = {}
+    for name, nf4 in (("dense", False), ("NF4", True)):
+        config = InstructConfig(quantize_nf4=nf4)
+        targets = {n: shapes[n] for n in match_targets(shapes, config.target_modules)}
+        needed[name] = sum(estimate_memory(config, found.config, targets, device).values())
+    fitting = [name for name, size in needed.items() if size <= free]
+    return {
+        "memory to train": needed,
+        "memory free here": free,
+        "trains here": f"yes, {' or '.join(fitting)}, on {device}"
+        if fitting
+        else f"no, not on {device}",
     }

@@ -159,6 +159,7 @@ def _merge(parser: argparse.ArgumentParser) -> None:
 
 def _inspect(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", help="a model, an adapter, a run's folder or a data file")
+    parser.add_argument("--json", action="store_true", help="print one JSON object; sizes in bytes")
 
 
 def _estimate(parser: argparse.ArgumentParser) -> None:

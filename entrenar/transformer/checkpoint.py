@@ -42,6 +42,9 @@ class Checkpoint(Protocol):
     def stored(self) -> Iterator[tuple[str, torch.Tensor | NF4Weight]]:
         """Yield (Hugging Face name, weight), one at a time; NF4 where the files hold that."""
 
+    def stored_types(self) -> dict[str, int]:
+        """Return how many parameters the files hold in each type."""
+
     def tokenizer(self) -> Tokenizer | None:
         """Return the tokenizer, or None where the checkpoint has none."""
 

@@ -6,6 +6,7 @@ permutes the rows of q and k so that rotation acts on neighbouring rows; here th
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -118,6 +119,14 @@ class GGUFModel:
     def stored(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield what :meth:`tensors` yields."""
         return self.tensors()
+
+    def stored_types(self) -> dict[str, int]:
+        """Return how many parameters the file holds in each type, such as ``"Q4_1"``."""
+        found: dict[str, int] = {}
+        for name in self._names.values():
+            tensor = self.file.tensors[name]
+            found[tensor.kind] = found.get(tensor.kind, 0) + math.prod(tensor.shape)
+        return found
 
     def tokenizer(self) -> Tokenizer | None:
         """Return the tokenizer the metadata describes, or None where it describes none."""

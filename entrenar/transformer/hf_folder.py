@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -140,6 +141,16 @@ class HFFolder:
         """Yield (Hugging Face name, weight as it is held), one at a time, the file's order."""
         for name in self._names:
             yield name, self.read_stored(name)
+
+    def stored_types(self) -> dict[str, int]:
+        """Return how many parameters the files hold in each type, such as ``"BF16"`` or ``"NF4"``."""
+        found: dict[str, int] = {}
+        for name in self._names:
+            entry = self._files[name].entries[name]
+            kind = "NF4" if name in self.quantised else entry.dtype
+            count = math.prod(self.quantised.get(name, entry.shape))
+            found[kind] = found.get(kind, 0) + count
+        return found
 
     def tokenizer(self) -> Tokenizer | None:
         """Return the folder's tokenizer, or None where it has no tokenizer.json."""

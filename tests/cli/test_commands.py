@@ -112,7 +112,26 @@ def test_inspect(capsys: pytest.CaptureFixture[str], tiny_model: Path, run_folde
         assert main(["inspect", str(path)]) == 0
         shown = capsys.readouterr().out
         assert all(part.strip() in shown for part in parts), shown
+        assert main(["inspect", str(path), "--json"]) == 0
+        assert isinstance(json.loads(capsys.readouterr().out), dict)
     assert main(["inspect", str(run_folder / "none")]) == 2
+
+
+def test_inspect_says_what_training_takes(
+    capsys: pytest.CaptureFixture[str], tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["inspect", str(tiny_model), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["stored_as"] == {"F32": facts["parameters"]}
+    assert facts["size_on_disk"] == (tiny_model / "model.safetensors").stat().st_size
+    assert set(facts["memory_to_train"]) == {"dense", "NF4"}
+    assert facts["memory_to_train"]["dense"] > 4 * facts["parameters"]
+    assert facts["trains_here"].startswith("yes, dense or NF4, on ")
+    monkeypatch.setattr("entrenar.runtime.available_memory_bytes", lambda device: 1000)
+    assert main(["inspect", str(tiny_model)]) == 0
+    shown = capsys.readouterr().out
+    assert "no, not on cpu" in shown
+    assert "F32 " in shown
 
 
 def test_estimate(capsys: pytest.CaptureFixture[str], tiny_model: Path) -> None:
