@@ -115,3 +115,18 @@ print(text.split(".")[0].strip(), model.nbytes() >> 20, peak_memory_bytes() >> 2
     assert answer == "Paris"
     assert int(held) < 180  # 108 MiB of embedding, the rest in 4 bits
     assert int(peak) < 700  # of which importing torch takes about 250
+
+
+def test_reading_into_nf4_peaks_at_the_model_and_one_tensor(smollm2_gguf: Path) -> None:
+    """Above a process that has the package imported: 173 MB of model, 113 MB of the largest tensor."""
+    code = f"""
+from entrenar import Transformer
+from entrenar.runtime import peak_memory_bytes
+before = peak_memory_bytes()
+Transformer.from_pretrained({str(smollm2_gguf)!r}, quantize="nf4", device="cpu")
+print(peak_memory_bytes() - before)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert int(done.stdout) < 450e6
