@@ -470,7 +470,7 @@ _QUERY_GRADIENT_RDNA = {
 }  # fmt: skip
 # With a soft cap, which holds a tile of scores longer.
 _KEY_GRADIENT_CAPPED = {(2, 256): _Tile(32, 32, 8, 1)}
-_QUERY_GRADIENT_CAPPED = {(4, 256): _Tile(16, 16, 16, 1)}
+_QUERY_GRADIENT_CAPPED = {(4, 256): _Tile(32, 16, 16, 1)}
 _SMALL_SHARED = 100 << 10
 # Elements of the output that a program of four warps multiplies by its gradient: 16 a thread.
 _DELTA_ELEMENTS = 2048
