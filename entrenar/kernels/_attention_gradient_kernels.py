@@ -39,6 +39,8 @@ def _attention_delta_kernel(
 ):
     """Compute delta[head, row] = sum_d grad_out out, in fp32."""
     head = tl.program_id(1).to(tl.int64)
+    stride_gt = tl.cast(stride_gt, tl.int64)
+    stride_ot = tl.cast(stride_ot, tl.int64)
     first = tl.program_id(0).to(tl.int64) * BLOCK_M
     rows = tl.arange(0, BLOCK_M)
     left = n_rows - first

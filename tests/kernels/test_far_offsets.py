@@ -278,3 +278,28 @@ def test_last_rows_of_a_huge_array(case: str, driver: Any, tmp_path: Path) -> No
             torch.testing.assert_close(got, wanted, rtol=2**-7, atol=2**-7)
         else:
             assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "grad_out", "out"])
+@pytest.mark.usefixtures("driver")
+def test_rows_of_attention_may_lie_far_apart(name: str, tmp_path: Path) -> None:
+    """Rows 2²⁵ elements apart, so that the offsets inside one block of 128 rows pass 2³¹."""
+    from entrenar.kernels import attention
+
+    rows, apart = 130, 2**25
+    rng = np.random.default_rng(0)
+    given = {
+        n: torch.from_numpy(rng.standard_normal((rows, 1, 16)).astype(np.float32)).bfloat16()
+        for n in ("q", "k", "v", "grad_out", "out")
+    }
+    lse = torch.from_numpy(rng.standard_normal((1, rows)).astype(np.float32))
+    storage = np.memmap(tmp_path / "far", np.uint16, "w+", shape=(rows * apart,))
+    far = torch.from_numpy(storage).view(torch.bfloat16).as_strided((rows, 1, 16), (apart, 16, 1))
+    far.copy_(given[name])
+    moved = {**given, name: far}
+    results = []
+    for arguments in (given, moved):
+        grads = attention.attention_backward(lse=lse, **arguments)
+        q, k, v = (arguments[n] for n in "qkv")
+        results.append((*grads, *attention.attention_forward(q, k, v)))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
