@@ -472,6 +472,8 @@ _QUERY_GRADIENT_RDNA = {
 _KEY_GRADIENT_CAPPED = {(2, 256): _Tile(32, 32, 8, 1)}
 _QUERY_GRADIENT_CAPPED = {(4, 256): _Tile(32, 16, 16, 1)}
 _SMALL_SHARED = 100 << 10
+# On sm_75, where products run on the scalar units.
+_LEAST_SHARED, _LEAST = 64 << 10, _Tile(16, 16, 8, 1, 32)
 # Elements of the output that a program of four warps multiplies by its gradient: 16 a thread.
 _DELTA_ELEMENTS = 2048
 
@@ -493,6 +495,8 @@ def _choose(
         return rdna[q.element_size(), width]
     if _launch.on_amd():  # four wavefronts leave each the registers that eight would spill
         return dataclasses.replace(tile, num_warps=4, num_stages=1)
+    if _launch.shared_bytes(q.device) <= _LEAST_SHARED:
+        return _LEAST
     if _launch.shared_bytes(q.device) < _SMALL_SHARED:
         return small.get((q.element_size(), width), tile)
     return tile

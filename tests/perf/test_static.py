@@ -35,9 +35,12 @@ def kernels() -> set[str]:
     return found
 
 
-# Spills that no tile avoids: float32 attention of wide heads on RDNA 3, whose products run on the scalar
-# units. (kernel, features of a head)
+# Spills that are known. On sm_75 every product runs on the scalar units, and those of 16-bit operands in
+# the adapters' kernels have no tiles of their own for it. On RDNA 3 those of float32 do: attention of wide
+# heads, (kernel, features of a head), for which no tile was found that does not spill.
+ON_SCALARS = ("sm_75", 0)
 STATED = {
+    ON_SCALARS,
     ("_attention_forward_kernel", 256), ("_attention_key_gradient_kernel", 128),
     ("_attention_key_gradient_kernel", 256), ("_attention_query_gradient_kernel", 128),
     ("_attention_query_gradient_kernel", 256),
@@ -46,11 +49,13 @@ STATED = {
 
 def stated(row: static.Row) -> tuple[str, int] | None:
     """Return which of the stated spills a row shows; None for any other row."""
+    alone = [fault.startswith("spills") for fault in faults(row)] == [True]
+    if row["target"] == "sm_75" and alone and row["has_dot"]:
+        return ON_SCALARS
     if row["target"] != "gfx1100" or row["dtype"] != "fp32" or "HEAD_DIM" not in row["config"]:
         return None
     width = int(row["config"].split("HEAD_DIM=")[1].split()[0])
     found = (row["kernel"], width)
-    alone = [fault.startswith("spills") for fault in faults(row)] == [True]
     return found if alone and found in STATED else None
 
 
