@@ -75,7 +75,8 @@ def test_every_kernel_compiles_without_a_fault(counts: Callable[[int, int], int]
     }
     assert {name: wrongs for name, wrongs in wrong.items() if wrongs} == {}
     for target in {row["target"] for row in found}:
-        assert {row["kernel"] for row in found if row["target"] == target} == kernels(), target
+        wanted = kernels() if target in ("sm_90", "sm_100") else kernels() - {"described_kernel"}
+        assert {row["kernel"] for row in found if row["target"] == target} == wanted, target
 
 
 def test_every_function_of_the_table_is_called() -> None:
