@@ -85,19 +85,29 @@ def _pieces(*arrays: np.ndarray) -> Iterator[tuple[np.ndarray, ...]]:
 
 
 def _sigmoid(x: np.ndarray) -> np.ndarray:
-    scratch = _one_plus_exp(x)
-    return np.reciprocal(scratch, out=scratch)
+    scratch, far = _one_plus_exp(x)
+    np.reciprocal(scratch, out=scratch)
+    if far is not None:
+        scratch[far] = np.exp(x[far])
+    return scratch
 
 
 def _silu(x: np.ndarray) -> np.ndarray:
-    scratch = _one_plus_exp(x)
-    return np.divide(x, scratch, out=scratch)
+    scratch, far = _one_plus_exp(x)
+    np.divide(x, scratch, out=scratch)
+    if far is not None:
+        scratch[far] = x[far] * np.exp(x[far])
+    return scratch
 
 
-def _one_plus_exp(x: np.ndarray) -> np.ndarray:
+def _one_plus_exp(x: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+    """Return ``1 + exp(-x)``, and where it is infinite: left of -88 (float32), seldom anywhere.
+
+    The sigmoid is exp(x) there, which times x is no zero yet.
+    """
     scratch = np.negative(x)
-    # exp(-x) is infinite left of -88 (float32), and its reciprocal the right sigmoid: 0
     with np.errstate(over="ignore"):
         np.exp(scratch, out=scratch)
     scratch += 1
-    return scratch
+    far = np.isinf(scratch)
+    return scratch, far if far.any() else None

@@ -16,11 +16,16 @@ EDGES = [-1000.0, -100.0, -89.0, -88.0, -20.0, 0.0, 20.0, 1000.0]
 def test_large_gates_give_no_nan(device: str) -> None:
     """https://github.com/antirez/ds4/issues/498: exp of a large negative gate gave NaN."""
     x = torch.tensor(EDGES, device=device)
-    wanted = [0.0, 0.0, 0.0, 0.0, -4.1223e-08, 0.0, 20.0, 1000.0]
-    np.testing.assert_allclose(swiglu.silu_forward(x).cpu(), wanted, rtol=1e-4, atol=1e-30)
+    wanted = [0.0, 0.0, -1.982354e-37, -5.328050e-37, -4.122307e-08, 0.0, 20.0, 1000.0]
+    slope = [0.0, 0.0, -1.960080e-37, -5.267504e-37, -3.916192e-08, 0.5, 1.0, 1.0]
     ones = torch.full_like(x, 1.0)
-    slope = [0.0, 0.0, 0.0, 0.0, -3.9162e-08, 0.5, 1.0, 1.0]
-    np.testing.assert_allclose(swiglu.silu_backward(ones, x).cpu(), slope, rtol=1e-4, atol=1e-30)
+    for got, exact in (
+        (swiglu.silu_forward(x), wanted),
+        (swiglu.silu_backward(ones, x), slope),
+    ):
+        # what is below the normal numbers may be flushed to zero
+        np.testing.assert_allclose(got.cpu()[2:], exact[2:], rtol=1e-4)
+        np.testing.assert_allclose(got.cpu()[:2], exact[:2], rtol=0, atol=1.2e-38)
     large = torch.full_like(x, 1e30)
     assert np.isfinite(swiglu.swiglu_forward(x, large).cpu().numpy()).all()
 
