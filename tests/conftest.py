@@ -1,8 +1,8 @@
-"""Options and counts every test shares; the op suite's slow backends, run beside the rest.
+"""Options and counts every test shares; the op suite's slow backends and the kernels' own tests, run beside.
 
 Triton decides at import whether kernels are interpreted, so the interpreted part of the op suite needs a
-process of its own. A run of all tests starts one with the session, has it run the emulated part too, so
-that two cores work, and collects both in ``tests/test_child_suites.py``.
+process of its own. A run of all tests starts one with the session, has it run the emulated part and
+``tests/kernels`` too, so that two cores work, and collects them in ``tests/test_child_suites.py``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 BACKENDS = ("cpu", "ptx", "ptx_sm_90", "ptx_sm_120", "interpret", "cuda")
-CHILDREN = {"interpret": ("interpret",), "ptx": ("ptx", "ptx_sm_90", "ptx_sm_120")}
+CHILDREN = {"interpret": ("interpret",), "ptx": ("ptx", "ptx_sm_90", "ptx_sm_120"), "kernels": ()}
 DELEGATES = pytest.StashKey[bool]()
 PROVE = os.environ.get("ENTRENAR_PROVE", "") not in ("", "0")
 
@@ -52,6 +52,12 @@ def pytest_configure(config: pytest.Config) -> None:
         config.stash[DELEGATES] = True
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave to a child what it runs."""
+    apart = collection_path == Path(__file__).resolve().parent / "kernels"
+    return True if apart and config.stash.get(DELEGATES, False) else None
+
+
 @pytest.fixture(scope="session")
 def counts() -> Callable[[int, int], int]:
     """``counts(reduced, full)``: the first in ``make test``, the second in ``make prove``."""
@@ -59,7 +65,7 @@ def counts() -> Callable[[int, int], int]:
 
 
 class Children:
-    """The op suite on the backends of ``CHILDREN``, one after the other, in processes of their own."""
+    """The parts of ``CHILDREN``, one after the other, in processes of their own."""
 
     def __init__(self, root: Path, folder: Path) -> None:
         self.root, self.folder = root, folder
@@ -78,7 +84,8 @@ class Children:
         environment = {k: v for k, v in os.environ.items() if k != "ENTRENAR_BACKEND"}
         if part == "interpret":
             environment |= {"ENTRENAR_BACKEND": "triton", "TRITON_INTERPRET": "1"}
-        command = [sys.executable, "-m", "pytest", "tests/ops", "-q"]
+        folder = "tests/ops" if CHILDREN[part] else "tests/kernels"
+        command = [sys.executable, "-m", "pytest", folder, "-q"]
         command += [f"--backend={backend}" for backend in CHILDREN[part]]
         command += ["-p", "no:cacheprovider", "-x" if not PROVE else "--maxfail=20"]
         with (self.folder / part).open("wb") as log:

@@ -189,8 +189,7 @@ def test_two_runs_agree_to_the_bit(window: int) -> None:
     assert all(torch.equal(a, b) for a, b in zip(run(), run(), strict=True))
 
 
-@pytest.mark.parametrize("head_dim", [40, 64, 128])
-@pytest.mark.parametrize("softcap", [0.0, 3.0])
+@pytest.mark.parametrize(("head_dim", "softcap"), [(40, 0.0), (64, 3.0)])
 def test_features_read_in_parts_give_the_same(
     head_dim: int, softcap: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
