@@ -117,6 +117,7 @@ MAKE: dict[str, Callable[[int, int], np.ndarray]] = {
     "i16": lambda n, s: integers(16, n, s),
     "i32": lambda n, s: integers(32, n, s),
     "i64": lambda n, s: integers(64, n, s),
+    "i16x2": lambda n, s: pack(integers(16, n, s), integers(16, n, s + 7)),
     "f32": lambda n, s: floats(32, 8, n, s),
     "f16": lambda n, s: floats(16, 5, n, s),
     "bf16": lambda n, s: floats(16, 8, n, s),
@@ -325,6 +326,13 @@ def fill_bits() -> None:
                     f"setp.{name}.{kind}{bits}", f"{i} {i}", results="pred",
                     wanted=lambda a, b, f=function, v=value: f(v(a), v(b)),
                 )  # fmt: skip
+
+
+def fill_pairs() -> None:
+    for kind, view in (("s16", "i2"), ("u16", "u2")):
+        for name, function in (("add", np.add), ("min", np.minimum), ("max", np.maximum)):
+            add(f"{name}.{kind}x2", "i16x2 i16x2",
+                lambda a, b, f=function, v=view: f(a.view(v), b.view(v)).view("u4"))  # fmt: skip
 
 
 def fill_integers() -> None:
@@ -542,6 +550,7 @@ def fill_exchanges() -> None:
 
 
 fill_bits()
+fill_pairs()
 fill_integers()
 fill_floats()
 fill_conversions()

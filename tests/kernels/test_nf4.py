@@ -98,6 +98,18 @@ def test_a_short_last_block_ignores_what_follows() -> None:
     assert nf4.nf4_dequantize(w).shape == (100,)
 
 
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_120"])
+def test_a_short_last_block_where_integers_go_in_pairs(
+    target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From sm_90 on the compiler adds two 16-bit integers at once."""
+    monkeypatch.setenv("ENTRENAR_PTX_TARGET", target)
+    x = np.random.default_rng(5).standard_normal(637).astype(np.float32)
+    got, wanted = nf4.nf4_quantize(torch.from_numpy(x)), reference.nf4_quantize(x)
+    assert _same_bits(got.codes, wanted.codes)
+    assert _same_bits(got.absmax, wanted.absmax)
+
+
 def test_strided_storage() -> None:
     """https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1342."""
     x = torch.arange(72.0).reshape(3, 4, 6)[:, ::2, :]

@@ -21,6 +21,7 @@ def integer_operations() -> dict[str, Operation]:
         **_fields(),
         **_funnel_shifts(),
         **_sums_of_bytes(),
+        **_pairs(),
     }
 
 
@@ -134,4 +135,15 @@ def _sums_of_bytes() -> dict[str, Operation]:
         term = f"({wide})({byte})(A>>(8*i))*({wide})({byte})(B>>(8*i))"
         expression = f"({{u32 s_=C; for(int i=0;i<4;i++) s_+={term}; s_;}})"
         ops[f"dp4a.{t}.{t}"] = lanewise("u32", ("u32",) * 3, expression)
+    return ops
+
+
+def _pairs() -> dict[str, Operation]:
+    """Two 16-bit integers to a register, each half by itself (sm_90 and later)."""
+    ops = {}
+    for t in ("u16", "s16"):
+        for name, each in (("add", "x_+y_"), ("min", "x_<y_?x_:y_"), ("max", "x_>y_?x_:y_")):
+            half = f"({{{t} x_=({t})(A>>s_), y_=({t})(B>>s_); (u16)({each});}})"
+            expression = f"({{u32 r_=0; for(int s_=0;s_<32;s_+=16) r_|=(u32){half}<<s_; r_;}})"
+            ops[f"{name}.{t}x2"] = lanewise("u32", ("u32", "u32"), expression)
     return ops
