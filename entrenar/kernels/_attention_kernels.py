@@ -91,7 +91,9 @@ def row_products(
     products = tl.zeros([BLOCK_A, BLOCK_B], tl.float32)
     a_ptrs = a_ptr + a_rows[:, None] * stride_a
     b_ptrs = b_ptr + b_rows[:, None] * stride_b
-    for start in tl.range(0, BLOCK_D, CHUNK_D, disable_licm=True):
+    # Grids have two axes, so the third is 1; the compiler, which does not know, cannot unroll the loop
+    # and hold all parts at once.
+    for start in tl.range(0, BLOCK_D * tl.num_programs(2), CHUNK_D, disable_licm=True):
         dims = start + tl.arange(0, CHUNK_D)
         inside = dims[None, :] < HEAD_DIM
         a = tl.load(a_ptrs + dims[None, :], mask=(a_rows[:, None] < n_a) & inside, other=0.0)

@@ -35,6 +35,7 @@ __all__ = [
     "num_warps_for",
     "on_amd",
     "on_rdna",
+    "on_scalars",
     "prepare",
     "require_contiguous",
     "shared_bytes",
@@ -70,6 +71,14 @@ def on_rdna() -> bool:
     if torch.cuda.is_available():
         return int(getattr(torch.cuda.get_device_properties(0), "warp_size", 64)) == 32
     return "gfx1" in str(torch.version.hip)
+
+
+def on_scalars(x: torch.Tensor) -> bool:
+    """Whether products of x run on the scalar units and want small tiles: float32, and all on sm_75.
+
+    Triton uses the matrix units of NVIDIA's GPUs from sm_80 on; sm_75 is told by its shared memory.
+    """
+    return x.dtype == torch.float32 or (not on_amd() and shared_bytes(x.device) <= 64 << 10)
 
 
 def shared_bytes(device: torch.device) -> int:

@@ -452,28 +452,29 @@ _QUERY_GRADIENT_32BIT = {
 # and 16 bytes in four warps):
 _KEY_GRADIENT_SMALL = {(2, 64): _Tile(64, 64, 8, 2)}
 _QUERY_GRADIENT_SMALL = {(4, 64): _Tile(32, 32, 8, 1)}
-# On RDNA, whose wavefronts of 32 lanes hold both halves of a matrix operand twice, wide heads are read a
-# part of their features at a time (the last number). That cures no product of float32, which runs on the
-# scalar units: forward of 256 features and backward of 128 and 256 spill there with any tile, and these
-# spill least.
+# On RDNA, whose wavefronts of 32 lanes hold both halves of a matrix operand twice, and whose scalar units
+# multiply float32, wide heads are read a part of their features at a time (the last number).
 _FORWARD_RDNA = {
-    (2, 64): _Tile(128, 32, 8, 1), (2, 128): _Tile(32, 16, 8, 1), (2, 256): _Tile(32, 32, 8, 1, 64),
-    (4, 64): _Tile(16, 16, 8, 1), (4, 128): _Tile(32, 16, 16, 1), (4, 256): _Tile(16, 16, 16, 1),
+    (2, 64): _Tile(128, 32, 8, 1), (2, 128): _Tile(32, 16, 8, 1), (2, 256): _Tile(32, 32, 8, 1, 128),
+    (4, 64): _Tile(16, 16, 8, 1), (4, 128): _Tile(32, 32, 8, 1, 64), (4, 256): _Tile(16, 32, 8, 1, 32),
 }  # fmt: skip
 _KEY_GRADIENT_RDNA = {
     (2, 64): _Tile(32, 32, 8, 1), (2, 128): _Tile(32, 32, 8, 1, 32), (2, 256): _Tile(32, 32, 8, 1, 32),
-    (4, 64): _Tile(16, 16, 8, 1), (4, 128): _Tile(16, 16, 16, 1), (4, 256): _Tile(16, 16, 16, 1),
+    (4, 64): _Tile(16, 16, 8, 1), (4, 128): _Tile(16, 32, 16, 1, 64), (4, 256): _Tile(16, 32, 16, 1, 32),
 }  # fmt: skip
 _QUERY_GRADIENT_RDNA = {
     (2, 64): _Tile(32, 32, 8, 1, 32), (2, 128): _Tile(32, 32, 8, 1, 32), (2, 256): _Tile(32, 32, 8, 1, 32),
-    (4, 64): _Tile(16, 16, 8, 1), (4, 128): _Tile(16, 16, 8, 1), (4, 256): _Tile(16, 16, 16, 1),
+    (4, 64): _Tile(16, 16, 8, 1), (4, 128): _Tile(32, 32, 8, 1, 64), (4, 256): _Tile(32, 32, 16, 1, 32),
 }  # fmt: skip
 # With a soft cap, which holds a tile of scores longer.
 _KEY_GRADIENT_CAPPED = {(2, 256): _Tile(32, 32, 8, 1)}
 _QUERY_GRADIENT_CAPPED = {(4, 256): _Tile(32, 16, 16, 1)}
 _SMALL_SHARED = 100 << 10
-# On sm_75, where products run on the scalar units.
-_LEAST_SHARED, _LEAST = 64 << 10, _Tile(16, 16, 8, 1, 32)
+# On sm_75, where products of 16 bits run on the scalar units too.
+_FORWARD_LEAST = _Tile(32, 16, 8, 1, 32)
+_KEY_GRADIENT_LEAST = _Tile(16, 16, 8, 1, 16)
+_QUERY_GRADIENT_LEAST = _Tile(16, 32, 8, 1, 32)
+_LEAST_SHARED = 64 << 10
 # Elements of the output that a program of four warps multiplies by its gradient: 16 a thread.
 _DELTA_ELEMENTS = 2048
 
@@ -487,6 +488,7 @@ def _choose(
     small: _Exceptions,
     rdna: _Exceptions,
     capped: _Exceptions,
+    least: _Tile,
 ) -> _Tile:
     width = max(_block_d(q.shape[2]), 64)
     tile = (single if q.dtype == torch.float32 else half)[width]
@@ -496,21 +498,23 @@ def _choose(
     if _launch.on_amd():  # four wavefronts leave each the registers that eight would spill
         return dataclasses.replace(tile, num_warps=4, num_stages=1)
     if _launch.shared_bytes(q.device) <= _LEAST_SHARED:
-        return _LEAST
+        return least
     if _launch.shared_bytes(q.device) < _SMALL_SHARED:
         return small.get((q.element_size(), width), tile)
     return tile
 
 
 def _forward_tile(q: torch.Tensor, mean_queries: int) -> _Tile:
-    tile = _choose(q, _FORWARD_16BIT, _FORWARD_32BIT, {}, _FORWARD_RDNA, {})
+    tile = _choose(
+        q, _FORWARD_16BIT, _FORWARD_32BIT, {}, _FORWARD_RDNA, {}, _FORWARD_LEAST
+    )  # fmt: skip
     return dataclasses.replace(tile, block_m=_fit(tile.block_m, mean_queries))
 
 
 def _key_gradient_tile(q: torch.Tensor, mean_keys: int, capped: bool) -> _Tile:
     tile = _choose(
         q, _KEY_GRADIENT_16BIT, _KEY_GRADIENT_32BIT, _KEY_GRADIENT_SMALL, _KEY_GRADIENT_RDNA,
-        _KEY_GRADIENT_CAPPED if capped else {},
+        _KEY_GRADIENT_CAPPED if capped else {}, _KEY_GRADIENT_LEAST,
     )  # fmt: skip
     return dataclasses.replace(tile, block_n=_fit(tile.block_n, mean_keys))
 
@@ -518,6 +522,6 @@ def _key_gradient_tile(q: torch.Tensor, mean_keys: int, capped: bool) -> _Tile:
 def _query_gradient_tile(q: torch.Tensor, mean_queries: int, capped: bool) -> _Tile:
     tile = _choose(
         q, _QUERY_GRADIENT_16BIT, _QUERY_GRADIENT_32BIT, _QUERY_GRADIENT_SMALL,
-        _QUERY_GRADIENT_RDNA, _QUERY_GRADIENT_CAPPED if capped else {},
+        _QUERY_GRADIENT_RDNA, _QUERY_GRADIENT_CAPPED if capped else {}, _QUERY_GRADIENT_LEAST,
     )  # fmt: skip
     return dataclasses.replace(tile, block_m=_fit(tile.block_m, mean_queries))

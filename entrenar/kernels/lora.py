@@ -33,6 +33,7 @@ from entrenar.kernels._launch import (
     interpreting,
     launch,
     next_power_of_2,
+    on_scalars,
     prepare,
     require_contiguous,
 )
@@ -292,7 +293,7 @@ def _seeded_product(
     cols = out.shape[1]
     rank = adapter.u.shape[1]
     dropout = adapter.dropout_p > 0
-    block_m, block_n, block_k, warps, stages = _tile(rows, cols, rank, a.element_size(), dropout)
+    block_m, block_n, block_k, warps, stages = _tile(rows, cols, rank, on_scalars(a), dropout)
     v_is_rows = transposed  # B is [out, r] and read transposed, A is [r, in]
     launch(
         _seeded_product_kernel,
@@ -484,13 +485,13 @@ def _reduction(rank: int, x: torch.Tensor) -> _Reduction:
     """
     if rank > 128:
         return _Reduction(32, 32, 8, 2)
-    if x.element_size() == 4:
+    if on_scalars(x):
         return _Reduction(64 if rank <= 32 else 32, 32, 4 if rank <= 32 else 8, 3)
     return _Reduction(128, 64, 4, 3) if rank <= 32 else _Reduction(64, 64, 8, 3)
 
 
 def _tile(
-    rows: int, cols: int, rank: int, itemsize: int, dropout: bool
+    rows: int, cols: int, rank: int, scalars: bool, dropout: bool
 ) -> tuple[int, int, int, int, int]:
     """Return rows, columns, inner step, warps and stages of a tile of the base product.
 
@@ -498,7 +499,7 @@ def _tile(
     device is filled, smaller where it is not. Dropout's integers and a high rank need registers that
     the larger tiles do not leave; with these choices no kernel spills on sm_80 or sm_90.
     """
-    if itemsize == 4:
+    if scalars:
         return (64, 64, 32, 8, 3) if rows > 32 else (32, 64, 32, 4, 3)
     large = ((128, 256, 8, 3),) if rank <= 32 else ()
     tiles = ((128, 64, 8, 4),) if dropout else (*large, (128, 128, 8, 4))
