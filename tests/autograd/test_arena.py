@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -47,6 +48,31 @@ def test_norm_and_step_are_three_launches_of_the_table_whatever_the_number_of_la
     with runtime.listening(launches.append):
         arena.update(rate(1e-3), 1.0)
     assert [launch.op for launch in launches] == ["clip_factor", "adamw_step"]
+
+
+@pytest.mark.parametrize("backend", ["cpu", "ptx"])
+@pytest.mark.parametrize("at", [0, 1, 20, 40])
+def test_an_empty_parameter_changes_nothing_for_the_others(
+    backend: str, at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """https://github.com/NVIDIA/TransformerEngine/issues/3207: those before it were left out."""
+    if backend == "ptx":
+        pytest.importorskip("triton")
+        if not (shutil.which("gcc") or shutil.which("cc")):
+            pytest.skip("the emulator needs a C compiler")
+        monkeypatch.setenv("ENTRENAR_BACKEND", "ptx")
+    names = [f"p{i}" for i in range(40)]
+    names.insert(at, "empty")
+    arena = Arena({name: (0,) if name == "empty" else (3,) for name in names})
+    arena.params.fill_(1.0)
+    for tensor in arena.tensors.values():
+        tensor.grad.fill_(1.0)
+    norm, skip = arena.update(rate(0.1), 1.0, eps=1e-12, weight_decay=0.0)
+    assert norm.item() == pytest.approx(120**0.5, rel=1e-6)
+    assert skip.item() == 0
+    assert arena.tensors["empty"].data.shape == (0,)
+    for name in names:
+        assert torch.allclose(arena.tensors[name].data, torch.tensor(0.9), rtol=1e-6), name
 
 
 def test_an_update_is_adamw_by_hand_and_leaves_alone_what_is_not_decayed() -> None:

@@ -33,6 +33,18 @@ def test_three_steps(device: str) -> None:
     assert s["step"].item() == 3
 
 
+def test_small_updates_do_not_round_away(device: str) -> None:
+    """https://github.com/pytorch/ao/issues/1124: bfloat16 parameters stayed at 1; they are refused."""
+    s, lr = state(device, [1.0]), torch.tensor([1e-3], device=device)
+    gradient = torch.tensor([1.0], device=device)
+    for _ in range(100):
+        adamw.adamw_step(grads=gradient, lr=lr, weight_decay=0.0, **s)
+    assert s["params"].item() == pytest.approx(0.9, rel=2e-6)
+    s["params"] = s["params"].to(torch.bfloat16)
+    with pytest.raises(DTypeError, match="params is bfloat16, wanted float32"):
+        adamw.adamw_step(grads=gradient, lr=lr, weight_decay=0.0, **s)
+
+
 def test_the_counter_is_read_as_an_integer(device: str) -> None:
     """https://github.com/ooples/AiDotNet.Tensors/issues/719: integer bits read as a float."""
     s, lr = state(device, [1.0]), torch.tensor([0.1], device=device)

@@ -53,6 +53,8 @@ def test_squares_past_half_precision(device: str) -> None:
     flat = torch.tensor([5000.0, 5000.0], dtype=torch.float16, device=device)
     assert clip.clip_grad_norm(flat, 1.0).item() == pytest.approx(7071.0678, rel=1e-6)
     np.testing.assert_allclose(flat.float().cpu(), [0.70710678] * 2, rtol=1e-3)
+    many = torch.full((1 << 20,), 0.01, dtype=torch.bfloat16, device=device)
+    assert clip.grad_norm(many).item() == pytest.approx(10.25, rel=1e-6)  # 1024 x bf16(0.01)
 
 
 def test_zeros_and_nothing(device: str) -> None:

@@ -35,9 +35,9 @@ def _ids(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int64)
 
 
-def test_a_row_one_column_past_a_block() -> None:
+@pytest.mark.parametrize("vocab", [46_336, 65_537, 151_936, 256_000])
+def test_rows_longer_than_a_block(vocab: int) -> None:
     """https://github.com/unslothai/unsloth/issues/7"""
-    vocab = 65_537
     logits = torch.zeros(2, vocab)
     logits[1, -1] = 5
     targets = _ids(0, vocab - 1)
@@ -45,6 +45,11 @@ def test_a_row_one_column_past_a_block() -> None:
     assert int(counted) == 2
     wanted = math.log(vocab) + math.log(vocab - 1 + math.exp(5)) - 5
     assert float(loss) == pytest.approx(wanted, rel=1e-6)
+    for row, alone in enumerate((math.log(vocab), math.log(vocab - 1 + math.exp(5)) - 5)):
+        one = torch.where(torch.arange(2) == row, targets, -100)
+        assert float(kernels.cross_entropy_forward(logits, one)[0]) == pytest.approx(
+            alone, rel=1e-6
+        )
     grad = kernels.cross_entropy_backward(logits, targets).double()
     assert float(grad.sum(dim=1).abs().max()) < 1e-6
 

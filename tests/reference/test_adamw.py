@@ -72,6 +72,10 @@ def test_decay_alone_acts_over_many_steps(module: Any) -> None:
     for _ in range(1000):
         module.adamw_step(grads=np.zeros(1, np.float32), lr=lr_of(1e-4), weight_decay=0.1, **s)
     np.testing.assert_allclose(s["params"], [0.99004978], rtol=2e-5)
+    s = state([1.0])  # a thousandth a step, which bfloat16 would round away each time
+    for _ in range(100):
+        module.adamw_step(grads=np.ones(1, np.float32), lr=lr_of(1e-3), weight_decay=0.0, **s)
+    np.testing.assert_allclose(s["params"], [0.9], rtol=2e-6)
 
 
 @BOTH
