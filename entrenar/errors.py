@@ -29,6 +29,7 @@ __all__ = [
     "TransferFailedError",
     "UnsupportedModelError",
     "VramError",
+    "VramFullError",
 ]
 
 
@@ -145,6 +146,10 @@ class VramError(EntrenarError, RuntimeError):
     """The memory budget shared between processes does not allow the request."""
 
     exit_code = 3
+
+
+class VramFullError(VramError):
+    """The memory asked for is taken now; it may be given back."""
 
 
 class MissingExtraError(EntrenarError, ImportError):

@@ -106,6 +106,12 @@ def _add_run_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--answers", type=int, metavar="N", help="held-out questions to answer before and after"
     )
+    parser.add_argument(
+        "--vram-wait",
+        type=int,
+        metavar="SECONDS",
+        help="wait so long for other processes to give GPU memory back; default 0, refuse at once",
+    )
 
 
 def _demo(parser: argparse.ArgumentParser) -> None:
@@ -178,6 +184,10 @@ def _doctor(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
+def _vram(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON object, in bytes")
+
+
 _COMMANDS: tuple[tuple[str, str, Callable[[argparse.ArgumentParser], None]], ...] = (
     ("train", "fine-tune a model on instruction data", _train),
     ("demo", "fine-tune a small model on Python's own docstrings, here and now", _demo),
@@ -188,5 +198,6 @@ _COMMANDS: tuple[tuple[str, str, Callable[[argparse.ArgumentParser], None]], ...
     ("inspect", "say what a model, adapter, run or data file holds", _inspect),
     ("estimate", "say what memory a run will need", _estimate),
     ("plot", "draw a run's losses", _plot),
+    ("vram", "say which processes reserved how much memory of which GPU", _vram),
     ("doctor", "say what this machine offers and whether it computes right", _doctor),
 )

@@ -8,7 +8,7 @@ import math
 import signal
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from entrenar import runtime
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from entrenar.finetune.instruct_pipeline import InstructPipeline
     from entrenar.finetune.ranks import Ranks
     from entrenar.finetune.training_run import RunResult, TrainingRun
+    from entrenar.gpu import VramGuard
 
 __all__ = ["Session"]
 
@@ -61,6 +62,7 @@ class Session:
         self._plain_prompt = False
         self._times: deque[float] = deque(maxlen=20)
         self._interrupts = 0
+        self._guard: VramGuard | None = None
 
     def run(self, show: int) -> int:
         """Check, load, train, report; return the exit code."""
@@ -75,7 +77,28 @@ class Session:
                 empty and self.ranks.leads
             ):  # unless a run that began in the meantime has written to it
                 self.folder.check()
-            return self._run(train, heldout, device)
+            with self._reserved(device):
+                return self._run(train, heldout, device)
+
+    @contextlib.contextmanager
+    def _reserved(self, device: str) -> Iterator[None]:
+        """Hold what the run will need of the GPU's memory; of the CPU's nothing is reserved."""
+        from entrenar.finetune.vram import guard_for
+
+        guard = guard_for(
+            self.config,
+            self.settings.model,
+            device,
+            task=f"entrenar {self.settings.command} {self.folder.path.name}",
+            wait_s=self.settings.vram_wait,
+            on_wait=self.console.notice,
+        )
+        if guard is None:
+            yield
+            return
+        with guard:
+            self._guard = guard
+            yield
 
     def _run(self, train: EncodedCorpus, heldout: EncodedCorpus | None, device: str) -> int:
         """Load, train, report; return the exit code."""
@@ -234,6 +257,7 @@ class Session:
             return
         self._times.append(row["step_time_s"])
         step = row["step"]
+        self._measured(row)
         left = (self._total - step) * sum(self._times) / len(self._times)
         loss = f"{row['loss']:.4f}" if "loss" in row else "not finite"
         norm = f"{row['grad_norm']:.3f}" if "grad_norm" in row else "not finite"
@@ -245,6 +269,15 @@ class Session:
         if step % self.settings.log_every == 0 or step in (1, self._total):
             self.console.line(text)
         self.console.status(f"step {step}/{self._total}, ETA {duration(left)}")
+
+    def _measured(self, row: Mapping[str, Any]) -> None:
+        """Tell the ledger what the first step took, once, in place of the estimate."""
+        guard, self._guard = self._guard, None
+        if guard is not None and guard.update(row["peak_memory_bytes"]):
+            self.console.notice(
+                f"the first step took {gibibytes(row['peak_memory_bytes'])} of GPU memory, more than the "
+                f"{gibibytes(guard.nbytes)} that were reserved"
+            )
 
     def _answers(self, pipeline: InstructPipeline) -> list[str]:
         """Answer the held-out questions greedily."""

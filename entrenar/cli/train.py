@@ -29,6 +29,7 @@ class RunSettings:
         eval_every: Steps between evaluations; 0 before and after only.
         log_every: Steps between lines printed.
         answers: Held-out questions answered before and after.
+        vram_wait: Seconds to wait for other processes to give GPU memory back; 0 refuses at once.
     """
 
     model: str
@@ -39,9 +40,11 @@ class RunSettings:
     eval_every: int = 0
     log_every: int = 1
     answers: int = 3
+    vram_wait: int = 0
 
     def __post_init__(self) -> None:
-        for name, low in (("save_every", 0), ("eval_every", 0), ("log_every", 1), ("answers", 0)):
+        least = {"save_every": 0, "eval_every": 0, "log_every": 1, "answers": 0, "vram_wait": 0}
+        for name, low in least.items():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < low:
                 raise ConfigError(

@@ -499,7 +499,7 @@ def test_every_command_listed_exists() -> None:
     names = [name for name, _, _ in _COMMANDS]
     assert names == [
         "train", "demo", "evaluate", "generate", "chat", "merge", "inspect", "estimate", "plot",
-        "doctor",
+        "vram", "doctor",
     ]  # fmt: skip
     assert all(callable(importlib.import_module(f"entrenar.cli.{name}").run) for name in names)
     assert build_parser().prog == "entrenar"
