@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -254,12 +254,12 @@ class _Segments:
         return _launch.cdiv(k.shape[0], max(self.count, 1))
 
     def storage(self) -> tuple[torch.Tensor, ...]:
-        found = {id(cu): cu for cu in (self.cu_q, self.cu_k) if cu is not None}
-        return tuple(found.values())
+        if self.cu_q is None or self.cu_k is None:
+            return ()
+        return (self.cu_q,) if self.cu_q is self.cu_k else (self.cu_q, self.cu_k)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Tile:
+class _Tile(NamedTuple):
     """Rows of queries and of keys that a program takes at a time, and how it is compiled.
 
     ``chunk``: features of a head that a product of rows reads at a time; 0 holds all of them.
@@ -361,13 +361,10 @@ def _check_segments(
                 "pass both, or neither for one segment",
             )
         return _Segments(None, None)
+    _check_bounds(op, "cu_seqlens_q", cu_q, n_queries)
     shared = cu_q if cu_k is None else cu_k
-    for name, bounds, rows in (("cu_seqlens_q", cu_q, n_queries), ("cu_seqlens_k", shared, n_keys)):
-        _launch.check_storage(op, **{name: bounds})
-        checks.check_ndim(op, name, bounds, 1)
-        checks.check_dtype(op, name, bounds, "int32")
-        _launch.require_contiguous(op, **{name: bounds})
-        _check_bounds_on_cpu(op, name, bounds, rows)
+    if shared is not cu_q or n_keys != n_queries:
+        _check_bounds(op, "cu_seqlens_k", shared, n_keys)
     if cu_q.shape != shared.shape:
         raise ShapeMismatchError(
             f"{op}: cu_seqlens_q has {cu_q.shape[0]} entries and cu_seqlens_k {shared.shape[0]}, "
@@ -375,6 +372,14 @@ def _check_segments(
             "a segment without keys has two equal entries",
         )
     return _Segments(cu_q, shared)
+
+
+def _check_bounds(op: str, name: str, cu_seqlens: torch.Tensor, n_rows: int) -> None:
+    _launch.check_storage(op, **{name: cu_seqlens})
+    checks.check_ndim(op, name, cu_seqlens, 1)
+    checks.check_dtype(op, name, cu_seqlens, "int32")
+    _launch.require_contiguous(op, **{name: cu_seqlens})
+    _check_bounds_on_cpu(op, name, cu_seqlens, n_rows)
 
 
 def _check_bounds_on_cpu(op: str, name: str, cu_seqlens: torch.Tensor, n_rows: int) -> None:
@@ -496,10 +501,11 @@ def _choose(
     if _launch.on_rdna():
         return rdna[q.element_size(), width]
     if _launch.on_amd():  # four wavefronts leave each the registers that eight would spill
-        return dataclasses.replace(tile, num_warps=4, num_stages=1)
-    if _launch.shared_bytes(q.device) <= _LEAST_SHARED:
+        return tile._replace(num_warps=4, num_stages=1)
+    shared = _launch.shared_bytes(q.device)
+    if shared <= _LEAST_SHARED:
         return least
-    if _launch.shared_bytes(q.device) < _SMALL_SHARED:
+    if shared < _SMALL_SHARED:
         return small.get((q.element_size(), width), tile)
     return tile
 
@@ -508,7 +514,7 @@ def _forward_tile(q: torch.Tensor, mean_queries: int) -> _Tile:
     tile = _choose(
         q, _FORWARD_16BIT, _FORWARD_32BIT, {}, _FORWARD_RDNA, {}, _FORWARD_LEAST
     )  # fmt: skip
-    return dataclasses.replace(tile, block_m=_fit(tile.block_m, mean_queries))
+    return tile._replace(block_m=_fit(tile.block_m, mean_queries))
 
 
 def _key_gradient_tile(q: torch.Tensor, mean_keys: int, capped: bool) -> _Tile:
@@ -516,7 +522,7 @@ def _key_gradient_tile(q: torch.Tensor, mean_keys: int, capped: bool) -> _Tile:
         q, _KEY_GRADIENT_16BIT, _KEY_GRADIENT_32BIT, _KEY_GRADIENT_SMALL, _KEY_GRADIENT_RDNA,
         _KEY_GRADIENT_CAPPED if capped else {}, _KEY_GRADIENT_LEAST,
     )  # fmt: skip
-    return dataclasses.replace(tile, block_n=_fit(tile.block_n, mean_keys))
+    return tile._replace(block_n=_fit(tile.block_n, mean_keys))
 
 
 def _query_gradient_tile(q: torch.Tensor, mean_queries: int, capped: bool) -> _Tile:
@@ -524,4 +530,4 @@ def _query_gradient_tile(q: torch.Tensor, mean_queries: int, capped: bool) -> _T
         q, _QUERY_GRADIENT_16BIT, _QUERY_GRADIENT_32BIT, _QUERY_GRADIENT_SMALL,
         _QUERY_GRADIENT_RDNA, _QUERY_GRADIENT_CAPPED if capped else {}, _QUERY_GRADIENT_LEAST,
     )  # fmt: skip
-    return dataclasses.replace(tile, block_m=_fit(tile.block_m, mean_queries))
+    return tile._replace(block_m=_fit(tile.block_m, mean_queries))
