@@ -4,18 +4,21 @@ All query heads that read one key/value head are rows of one product with it, so
 are never repeated, and the gradient of a key sums over those heads inside the product. Queries are
 taken in blocks of rows, each against the keys it can see at all: about half of them when causal,
 and no array is larger than a block of rows. Scores are kept keys by rows, so that a reduction over
-keys runs along memory. Short adjacent segments of equal lengths share their calls.
+keys runs along memory. Short adjacent segments of equal lengths share their calls. Blocks are dealt
+out to the threads of :mod:`entrenar.cpu.threads`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from entrenar.cpu import threads
 from entrenar.reference.attention import Segment, check_attention, check_saved
 
 __all__ = ["attention_backward", "attention_forward"]
@@ -49,32 +52,55 @@ def attention_forward(
     )
     out = np.empty(q.shape, q.dtype)
     lse = np.empty((q.shape[1], q.shape[0]), q.dtype)
+    works: list[Callable[[], None]] = []
     for run in _runs(segments, q.shape[1]):
         keys, values = run.keys(k), run.keys(v)
         queries, outputs, lses = run.queries(q, k), run.queries(out, k), run.statistics(lse, k)
-        scratch = run.scratch(q)
-        for block in _blocks(run, causal, window):
-            rows = _fold(queries[..., block.rows, :] * q.dtype.type(scale))
-            scores = _product(keys[..., block.keys, :], rows.swapaxes(2, 3), scratch)
-            if softcap:
-                _bend(scores, softcap)
-                scores *= softcap
-            block.hide(scores)
-            top = scores.max(axis=2, keepdims=True, initial=-np.inf)
-            if block.may_be_empty:
-                top[np.isneginf(top)] = 0
-            with np.errstate(under="ignore"):
-                np.exp(np.subtract(scores, top, out=scores), out=scores)
-            total = np.ones(scores.shape[2], q.dtype) @ scores
-            result = scores.swapaxes(2, 3) @ values[..., block.keys, :]
-            with np.errstate(divide="ignore"):
-                statistic = top[:, :, 0] + np.log(total)
-            if block.may_be_empty:
-                total[total == 0] = 1
-            result /= total[..., None]
-            outputs[..., block.rows, :] = result.reshape(outputs[..., block.rows, :].shape)
-            lses[..., block.rows] = statistic.reshape(lses[..., block.rows].shape)
+
+        def forward(
+            blocks: list[_Block],
+            size: int = run.scores(q),
+            keys: np.ndarray = keys,
+            values: np.ndarray = values,
+            queries: np.ndarray = queries,
+            outputs: np.ndarray = outputs,
+            lses: np.ndarray = lses,
+        ) -> None:
+            scratch = np.empty(size, q.dtype)
+            for block in blocks:
+                rows = _fold(queries[..., block.rows, :] * q.dtype.type(scale))
+                scores = _product(keys[..., block.keys, :], rows.swapaxes(2, 3), scratch)
+                if softcap:
+                    _bend(scores, softcap)
+                    scores *= softcap
+                block.hide(scores)
+                result, statistic = _weigh(scores, values[..., block.keys, :], block.may_be_empty)
+                outputs[..., block.rows, :] = result.reshape(outputs[..., block.rows, :].shape)
+                lses[..., block.rows] = statistic.reshape(lses[..., block.rows].shape)
+
+        shares = _shares(run, causal, window)
+        works += [functools.partial(forward, blocks) for blocks in shares]
+    threads.run(works)
     return out, lse
+
+
+def _weigh(
+    scores: np.ndarray, values: np.ndarray, may_be_empty: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the values weighed by the softmax of scores, and its log of sums; overwrites scores."""
+    top = scores.max(axis=2, keepdims=True, initial=-np.inf)
+    if may_be_empty:
+        top[np.isneginf(top)] = 0
+    with np.errstate(under="ignore"):
+        np.exp(np.subtract(scores, top, out=scores), out=scores)
+    total = np.ones(scores.shape[2], scores.dtype) @ scores
+    result = scores.swapaxes(2, 3) @ values
+    with np.errstate(divide="ignore"):
+        statistic = top[:, :, 0] + np.log(total)
+    if may_be_empty:
+        total[total == 0] = 1
+    result /= total[..., None]
+    return result, statistic
 
 
 def attention_backward(
@@ -99,39 +125,61 @@ def attention_backward(
     check_saved(op, grad_out, q, out, lse)
     grad_q, grad_k, grad_v = (np.empty(x.shape, x.dtype) for x in (q, k, v))
     delta = np.einsum("thd,thd->ht", grad_out, out)
+    works: list[Callable[[], None]] = []
+    sums: list[tuple[np.ndarray, np.ndarray]] = []
     for run in _runs(segments, q.shape[1]):
         keys, values = run.keys(k), run.keys(v)
         queries, grads, grads_q = (run.queries(x, k) for x in (q, grad_out, grad_q))
         deltas, lses = run.statistics(delta, k), run.statistics(lse.astype(q.dtype, copy=False), k)
-        sum_k, sum_v = (np.zeros(keys.shape, q.dtype) for _ in range(2))
-        scratch, scratch_grad = run.scratch(q), run.scratch(q)
-        for block in _blocks(run, causal, window):
-            rows = _fold(queries[..., block.rows, :] * q.dtype.type(scale))
-            grad = _fold(grads[..., block.rows, :])
-            p = _product(keys[..., block.keys, :], rows.swapaxes(2, 3), scratch)
-            slope = None
-            if softcap:
-                _bend(p, softcap)
-                slope = 1 - np.square(p)
-                p *= softcap
-            block.hide(p)
-            statistic = lses[..., block.rows].reshape(*p.shape[:2], 1, -1)
-            if block.may_be_empty:
-                statistic = np.where(np.isneginf(statistic), 0, statistic)
-            with np.errstate(under="ignore"):
-                np.exp(np.subtract(p, statistic, out=p), out=p)
-            sum_v[..., block.keys, :] += p @ grad
-            grad_p = _product(values[..., block.keys, :], grad.swapaxes(2, 3), scratch_grad)
-            grad_p -= deltas[..., block.rows].reshape(*p.shape[:2], 1, -1)
-            grad_p *= p
-            if slope is not None:
-                grad_p *= slope
-            sum_k[..., block.keys, :] += grad_p @ rows  # rows carry the scale
-            result = grad_p.swapaxes(2, 3) @ keys[..., block.keys, :]
-            result *= q.dtype.type(scale)
-            grads_q[..., block.rows, :] = result.reshape(grads_q[..., block.rows, :].shape)
-        run.keys(grad_k)[...] = sum_k
-        run.keys(grad_v)[...] = sum_v
+
+        def backward(
+            blocks: list[_Block],
+            sum_k: np.ndarray,
+            sum_v: np.ndarray,
+            size: int = run.scores(q),
+            keys: np.ndarray = keys,
+            values: np.ndarray = values,
+            queries: np.ndarray = queries,
+            grads: np.ndarray = grads,
+            grads_q: np.ndarray = grads_q,
+            deltas: np.ndarray = deltas,
+            lses: np.ndarray = lses,
+        ) -> None:
+            scratch, scratch_grad = np.empty(size, q.dtype), np.empty(size, q.dtype)
+            for block in blocks:
+                rows = _fold(queries[..., block.rows, :] * q.dtype.type(scale))
+                grad = _fold(grads[..., block.rows, :])
+                p = _product(keys[..., block.keys, :], rows.swapaxes(2, 3), scratch)
+                slope = None
+                if softcap:
+                    _bend(p, softcap)
+                    slope = 1 - np.square(p)
+                    p *= softcap
+                block.hide(p)
+                statistic = lses[..., block.rows].reshape(*p.shape[:2], 1, -1)
+                if block.may_be_empty:
+                    statistic = np.where(np.isneginf(statistic), 0, statistic)
+                with np.errstate(under="ignore"):
+                    np.exp(np.subtract(p, statistic, out=p), out=p)
+                sum_v[..., block.keys, :] += p @ grad
+                grad_p = _product(values[..., block.keys, :], grad.swapaxes(2, 3), scratch_grad)
+                grad_p -= deltas[..., block.rows].reshape(*p.shape[:2], 1, -1)
+                grad_p *= p
+                if slope is not None:
+                    grad_p *= slope
+                sum_k[..., block.keys, :] += grad_p @ rows  # rows carry the scale
+                result = grad_p.swapaxes(2, 3) @ keys[..., block.keys, :]
+                result *= q.dtype.type(scale)
+                grads_q[..., block.rows, :] = result.reshape(grads_q[..., block.rows, :].shape)
+
+        shares = _shares(run, causal, window)
+        # each share adds to sums of its own, which are then added in order
+        sum_k, sum_v = (np.zeros((len(shares), *keys.shape), q.dtype) for _ in range(2))
+        works += [functools.partial(backward, *m) for m in zip(shares, sum_k, sum_v, strict=True)]
+        sums += [(run.keys(grad_k), sum_k), (run.keys(grad_v), sum_v)]
+    threads.run(works)
+    for place, terms in sums:
+        np.sum(terms, axis=0, out=place)
     return grad_q, grad_k, grad_v
 
 
@@ -170,10 +218,10 @@ class _Run:
         shape = (k.shape[1], x.shape[0] // k.shape[1], self.count, self.n_queries)
         return part.reshape(shape).transpose(2, 0, 1, 3)
 
-    def scratch(self, q: np.ndarray) -> np.ndarray:
-        """Allocate room for the scores of one block, reused by all of them."""
+    def scores(self, q: np.ndarray) -> int:
+        """Return the number of scores of its largest block."""
         rows = min(self.n_queries, BLOCK_ROWS)
-        return np.empty(self.count * q.shape[1] * rows * self.n_keys, q.dtype)
+        return self.count * q.shape[1] * rows * self.n_keys
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,6 +263,17 @@ def _runs(segments: list[Segment], heads: int) -> Iterator[_Run]:
         for first in range(0, len(run), step):
             count = min(step, len(run) - first)
             yield _Run(count, run[first][0], run[first][2], n_queries, n_keys)
+
+
+def _shares(run: _Run, causal: bool, window: int) -> list[list[_Block]]:
+    """Deal the blocks out to the threads; the last rows of a causal segment take longest."""
+    blocks = list(_blocks(run, causal, window))
+    hands = max(min(threads.count(), len(blocks)), 1)
+    turns = [*range(hands), *reversed(range(hands))]
+    shares: list[list[_Block]] = [[] for _ in range(hands)]
+    for place, block in enumerate(reversed(blocks)):
+        shares[turns[place % len(turns)]].append(block)
+    return shares
 
 
 def _blocks(run: _Run, causal: bool, window: int) -> Iterator[_Block]:

@@ -1,7 +1,8 @@
 """Cross entropy of :mod:`entrenar.reference.cross_entropy`, in place and in chunks of rows.
 
 The linear form holds one chunk of logits, which becomes its own gradient before the second product
-reads it. Rows that do not count take no part in the products.
+reads it. Rows that do not count take no part in the products. Products are cut by columns and the
+passes between them by rows, for the threads of :mod:`entrenar.cpu.threads`.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from entrenar import checks
+from entrenar.cpu import threads
 from entrenar.reference.cross_entropy import (
     check_causal,
     check_cross_entropy,
@@ -106,7 +108,7 @@ def linear_cross_entropy(
     grad_hidden = np.zeros(hidden.shape, hidden.dtype) if need_grad else None
     for start in range(0, len(rows), step):
         chunk = rows[start : start + step]
-        logits = np.matmul(hidden[chunk], weight.T, out=buffer[: len(chunk)])
+        logits = threads.product(hidden[chunk], weight.T, buffer[: len(chunk)])
         if softcap:
             _cap_in_place(logits, softcap, None if slopes is None else slopes[: len(chunk)])
         losses[start : start + step] = _softmax_in_place(logits, targets[chunk])
@@ -115,7 +117,10 @@ def linear_cross_entropy(
             with np.errstate(under="ignore"):
                 if slopes is not None:
                     logits *= slopes[: len(chunk)]
-                grad_hidden[chunk] = (logits @ weight) * scale[chunk]
+                made = np.empty((len(chunk), hidden.shape[1]), hidden.dtype)
+                made = threads.product(logits, weight, made)
+                made *= scale[chunk]
+                grad_hidden[chunk] = made
     loss = np.asarray(losses.sum(), hidden.dtype)
     return loss, np.asarray(len(rows), np.int64), grad_hidden
 
@@ -146,18 +151,28 @@ def _softmax_in_place(
     """Turn logits into softmax, or into scratch without ``probabilities``; return each row's loss."""
     losses = np.empty(len(logits), logits.dtype)
     step = max(ROW_BYTES // max(logits.shape[1] * logits.itemsize, 1), 1)
+
+    def some(rows: slice) -> None:
+        for start in range(rows.start, rows.stop, step):
+            part = slice(start, min(start + step, rows.stop))
+            _softmax_of_part(logits[part], targets[part], losses[part], probabilities)
+
     with np.errstate(all="ignore"):  # inf and NaN in a row are meant to reach its result
-        for start in range(0, len(logits), step):
-            part = logits[start : start + step]
-            index = np.arange(len(part)), targets[start : start + step]
-            part -= part.max(axis=1, keepdims=True, initial=-np.inf)
-            at_target = part[index]
-            np.exp(part, out=part)
-            total = part.sum(axis=1, keepdims=True)
-            losses[start : start + step] = np.log(total[:, 0]) - at_target
-            if probabilities:
-                part *= 1 / total
+        threads.spread(some, len(logits), threads.LEAST_VALUES // max(logits.shape[1], 1))
     return losses
+
+
+def _softmax_of_part(
+    part: np.ndarray, targets: np.ndarray, losses: np.ndarray, probabilities: bool
+) -> None:
+    index = np.arange(len(part)), targets
+    part -= part.max(axis=1, keepdims=True, initial=-np.inf)
+    at_target = part[index]
+    np.exp(part, out=part)
+    total = part.sum(axis=1, keepdims=True)
+    np.subtract(np.log(total[:, 0]), at_target, out=losses)
+    if probabilities:
+        part *= 1 / total
 
 
 def _forward(

@@ -1,7 +1,8 @@
 """The linear layer with a low-rank adapter on a CPU, without copies of the activations.
 
 The base product is written where the result goes and the adapter's is added to it piece by piece
-while it is in cache. The dropout mask is made in pieces too, in preallocated integer buffers.
+while it is in cache, on the threads of :mod:`entrenar.cpu.threads`. The dropout mask is made in pieces
+too, in preallocated integer buffers.
 """
 
 from __future__ import annotations
@@ -9,8 +10,10 @@ from __future__ import annotations
 import numpy as np
 
 from entrenar.checks import check_same_dtype, check_shape
-from entrenar.cpu.nf4 import check_storage, scratch
+from entrenar.cpu import threads
+from entrenar.cpu.nf4 import check_storage
 from entrenar.cpu.nf4_gemm import add_product, times_weight, times_weight_t
+from entrenar.cpu.threads import scratch
 from entrenar.reference import lora as plain
 from entrenar.reference.nf4 import NF4Weight
 
@@ -61,11 +64,8 @@ def _drop(x: np.ndarray, dropout_p: float, seed: int, out: np.ndarray) -> np.nda
     return out
 
 
-def _base(x: np.ndarray, w: np.ndarray | NF4Weight, out: np.ndarray) -> None:
-    if isinstance(w, NF4Weight):
-        times_weight_t(x, w, out)
-    else:
-        np.matmul(x, w.T, out=out)
+def _product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    return threads.product(a, b, np.empty((a.shape[0], b.shape[1]), a.dtype))
 
 
 def lora_forward(
@@ -108,12 +108,16 @@ def lora_forward(
         check_shape(op, "bias", bias, (w.shape[0],))
     dtype = x.dtype
     y = np.empty((x.shape[0], w.shape[0]), dtype)
-    _base(x, w, y)
     dropped = _drop(x, dropout_p, seed, scratch("drop", x.shape, dtype)) if dropout_p else x
-    s = dropped @ lora_a.astype(dtype, copy=False).T
-    add_product(y, s * dtype.type(scale), lora_b.astype(dtype, copy=False).T)
-    if bias is not None:
-        y += bias
+    s = _product(dropped, lora_a.astype(dtype, copy=False).T)
+    update, factor = s * dtype.type(scale), lora_b.astype(dtype, copy=False).T
+
+    def finish(columns: slice) -> None:
+        add_product(y[:, columns], update, factor[:, columns])
+        if bias is not None:
+            y[:, columns] += bias[columns]
+
+    times_weight_t(x, w, y, finish)
     return y, s
 
 
@@ -163,11 +167,13 @@ def lora_backward(
     check_shape(op, "s", s, (x.shape[0], lora_a.shape[0]))
     dtype = x.dtype
     factor = dtype.type(scale)
-    grad_s = grad_y @ lora_b.astype(dtype, copy=False)
+    grad_s = _product(grad_y, lora_b.astype(dtype, copy=False))
     grad_s *= factor
     dropped = _drop(x, dropout_p, seed, scratch("drop", x.shape, dtype)) if dropout_p else x
-    grad_a = plain._add_to(op, "grad_a_out", grad_a_out, (grad_s.T @ dropped).astype(lora_a.dtype))
-    grad_b = (grad_y.T @ (s * factor)).astype(lora_b.dtype)
+    grad_a = plain._add_to(
+        op, "grad_a_out", grad_a_out, _product(grad_s.T, dropped).astype(lora_a.dtype)
+    )
+    grad_b = _product(grad_y.T, s * factor).astype(lora_b.dtype)
     grad_b = plain._add_to(op, "grad_b_out", grad_b_out, grad_b)
     grad_x = _grad_x(grad_y, w, grad_s, lora_a, dropout_p, seed) if need_grad_x else None
     return grad_x, grad_a, grad_b
@@ -185,14 +191,14 @@ def _grad_x(
     a = lora_a.astype(dtype, copy=False)
     grad_x = np.empty((grad_y.shape[0], w.shape[1]), dtype)
     if dropout_p:
-        np.matmul(grad_s, a, out=grad_x)
+        threads.product(grad_s, a, grad_x)
         _drop(grad_x, dropout_p, seed, grad_x)
     if isinstance(w, NF4Weight):
         times_weight(grad_y, w, grad_x, accumulate=bool(dropout_p))
     elif dropout_p:
         add_product(grad_x, grad_y, w)
     else:
-        np.matmul(grad_y, w, out=grad_x)
+        threads.product(grad_y, w, grad_x)
     if not dropout_p:
         add_product(grad_x, grad_s, a)
     return grad_x

@@ -1,53 +1,103 @@
 """Products with an NF4 weight on a CPU: decode a few thousand rows into scratch, multiply by BLAS.
 
-The weight is never kept decoded: the scratch, at most 4 MiB in float32 and one a thread, is
-overwritten by the next weight.
+The weight is never kept decoded: the scratch, at most 4 MiB in float32 a thread, is overwritten by
+the next weight. Forward, each thread decodes the rows whose outputs it computes; backward, all rows
+are decoded together before each thread multiplies rows of its own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 
 from entrenar.checks import check_dtype, check_ndim, check_same_dtype, check_shape
-from entrenar.cpu.nf4 import check_storage, decode_rows, rows_per_piece, scratch
+from entrenar.cpu import threads
+from entrenar.cpu.nf4 import (
+    DECODE_FLOPS,
+    check_storage,
+    decode_rows,
+    row_step,
+    rows_per_piece,
+)
+from entrenar.cpu.threads import scratch
 from entrenar.reference.nf4 import NF4Weight
 
 __all__ = ["add_product", "nf4_gemm_backward", "nf4_gemm_forward", "times_weight", "times_weight_t"]
 
 # Values of a product held before they are added; smaller pieces cost more calls than misses.
-PRODUCT_VALUES = 1 << 20
+PRODUCT_VALUES = 1 << 17
 
 
 def add_product(out: np.ndarray, a: np.ndarray, b: np.ndarray) -> None:
     """Add ``a @ b`` to ``out`` in place, a few rows at a time: NumPy's product cannot accumulate."""
-    rows = max(PRODUCT_VALUES // max(out.shape[1], 1), 16)
-    for start in range(0, out.shape[0], rows):
-        target = out[start : start + rows]
-        product = scratch("product", target.shape, target.dtype)
-        np.matmul(a[start : start + rows], b, out=product)
-        target += product
+    step = max(PRODUCT_VALUES // max(out.shape[1], 1), 16)
+
+    def some(part: slice) -> None:
+        for start in range(part.start, part.stop, step):
+            rows = slice(start, min(start + step, part.stop))
+            made = scratch("product", out[rows].shape, out.dtype)
+            np.matmul(a[rows], b, out=made)
+            out[rows] += made
+
+    flops = 2 * a.shape[1] * b.shape[1]
+    threads.spread(some, out.shape[0], -(-threads.LEAST_FLOPS // max(flops, 1)), 16)
 
 
-def times_weight_t(x: np.ndarray, w: NF4Weight, out: np.ndarray) -> None:
-    """Write ``x @ W.T`` to ``out`` [T, out]."""
-    n_out, step = w.shape[0], rows_per_piece(w)
-    for start in range(0, n_out, step):
-        stop = min(start + step, n_out)
-        np.matmul(x, decode_rows(w, start, stop, x.dtype).T, out=out[:, start:stop])
+def times_weight_t(
+    x: np.ndarray,
+    w: np.ndarray | NF4Weight,
+    out: np.ndarray,
+    finish: Callable[[slice], Any] | None = None,
+) -> None:
+    """Write ``x @ W.T`` to ``out`` [T, out], each thread some of its columns.
+
+    Args:
+        x: [T, in].
+        w: [out, in], dense or NF4.
+        out: [T, out].
+        finish: Called with each range of columns once it is written, on the thread that wrote it.
+    """
+    n_out, n_in = w.shape
+    quantised = isinstance(w, NF4Weight)
+    flops = n_in * (2 * x.shape[0] + (DECODE_FLOPS if quantised else 0))
+
+    def some(part: slice) -> None:
+        step = rows_per_piece(w) if isinstance(w, NF4Weight) else n_out
+        for start in range(part.start, part.stop, max(step, 1)):
+            rows = slice(start, min(start + step, part.stop))
+            if isinstance(w, NF4Weight):
+                values = scratch("nf4", (rows.stop - start, n_in), x.dtype)
+                decode_rows(w, rows, values)
+            else:
+                values = w[rows]
+            np.matmul(x, values.T, out=out[:, rows])
+            if finish is not None:
+                finish(rows)
+
+    step = row_step(w) if isinstance(w, NF4Weight) else 1
+    threads.spread(some, n_out, -(-threads.LEAST_FLOPS // max(flops, 1)), step)
 
 
 def times_weight(grad_y: np.ndarray, w: NF4Weight, out: np.ndarray, accumulate: bool) -> None:
     """Write ``grad_y @ W`` to ``out`` [T, in], or add it."""
-    n_out, step = w.shape[0], rows_per_piece(w)
+    (n_out, n_in), step = w.shape, rows_per_piece(w)
     if n_out == 0 and not accumulate:
         out[...] = 0
     for start in range(0, n_out, step):
         stop = min(start + step, n_out)
-        rows = decode_rows(w, start, stop, grad_y.dtype)
+        values = scratch("nf4", (stop - start, n_in), grad_y.dtype)
+
+        def decode(part: slice, start: int = start, values: np.ndarray = values) -> None:
+            decode_rows(w, slice(start + part.start, start + part.stop), values[part])
+
+        least = -(-threads.LEAST_FLOPS // max(n_in * DECODE_FLOPS, 1))
+        threads.spread(decode, stop - start, least, row_step(w))
         if start or accumulate:
-            add_product(out, grad_y[:, start:stop], rows)
+            add_product(out, grad_y[:, start:stop], values)
         else:
-            np.matmul(grad_y[:, start:stop], rows, out=out)
+            threads.product(grad_y[:, start:stop], values, out)
 
 
 def nf4_gemm_forward(

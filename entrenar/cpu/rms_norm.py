@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import numpy as np
 
+from entrenar.cpu import threads
 from entrenar.reference import rms_norm as plain
 
 __all__ = ["rms_norm_backward", "rms_norm_forward"]
@@ -26,7 +27,8 @@ def rms_norm_forward(
     y = np.empty(x.shape, x.dtype)
     rstd = np.empty(x.size // columns, x.dtype)
     total = x if residual is None else np.empty(x.shape, x.dtype)
-    for rows in _row_slices(rstd.size, columns):
+
+    def some(rows: slice) -> None:
         source, target = _rows(total)[rows], _rows(y)[rows]
         if residual is not None:
             np.add(_rows(x)[rows], _rows(residual)[rows], out=source)
@@ -38,6 +40,8 @@ def rms_norm_forward(
         rstd[rows] = scale
         np.multiply(source, scale[:, None], out=target)
         target *= weight
+
+    _each_rows(some, rstd.size, columns)
     return (y, rstd) if residual is None else (y, rstd, total)
 
 
@@ -55,13 +59,17 @@ def rms_norm_backward(
         return plain.rms_norm_backward(grad_y, x, weight, rstd, grad_residual, need_grad_weight)
     columns = x.shape[-1]
     grad_x = np.empty(x.shape, x.dtype)
-    grad_weight = np.zeros(columns, x.dtype) if need_grad_weight else None
-    for rows in _row_slices(rstd.size, columns):
+    starts = range(0, rstd.size, _rows_per_piece(columns))
+    # sums of each piece, added in order whichever thread made them
+    sums = np.empty((len(starts), columns), x.dtype) if need_grad_weight else None
+
+    def some(rows: slice) -> None:
         dy, h, target = _rows(grad_y)[rows], _rows(x)[rows], _rows(grad_x)[rows]
         scale = rstd[rows].astype(x.dtype, copy=False)[:, None]
-        normalised = h * scale
-        if grad_weight is not None:
-            grad_weight += np.einsum("ij,ij->j", dy, normalised)
+        normalised = threads.scratch("normalised", h.shape, h.dtype)
+        np.multiply(h, scale, out=normalised)
+        if sums is not None:
+            np.einsum("ij,ij->j", dy, normalised, out=sums[rows.start // starts.step])
         np.multiply(dy, weight, out=target)
         mean = np.vecdot(target, normalised)
         mean /= columns
@@ -70,7 +78,9 @@ def rms_norm_backward(
         target *= scale
         if grad_residual is not None:
             target += _rows(grad_residual)[rows]
-    return grad_x, grad_weight
+
+    _each_rows(some, rstd.size, columns)
+    return grad_x, None if sums is None else sums.sum(axis=0)
 
 
 def _rows_fit(weight: np.ndarray, arrays: list[np.ndarray]) -> bool:
@@ -93,7 +103,15 @@ def _rows(array: np.ndarray) -> np.ndarray:
     return array.reshape(-1, array.shape[-1])
 
 
-def _row_slices(n_rows: int, columns: int) -> Iterator[slice]:
-    step = max(_PIECE // columns, 1)
-    for start in range(0, n_rows, step):
-        yield slice(start, start + step)
+def _rows_per_piece(columns: int) -> int:
+    return max(_PIECE // columns, 1)
+
+
+def _each_rows(work: Callable[[slice], None], n_rows: int, columns: int) -> None:
+    step = _rows_per_piece(columns)
+
+    def some(part: slice) -> None:
+        for start in range(part.start, part.stop, step):
+            work(slice(start, min(start + step, part.stop)))
+
+    threads.spread(some, n_rows, -(-threads.LEAST_VALUES // columns), step)

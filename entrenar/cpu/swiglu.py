@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import numpy as np
 
+from entrenar.cpu import threads
 from entrenar.reference import swiglu as plain
 
 __all__ = ["silu_backward", "silu_forward", "swiglu_backward", "swiglu_forward"]
 
 # elements a piece: five float32 arrays of it fit a second-level cache of 1 MiB
 _PIECE = 32_768
+# below these exp is finite, by bytes of the dtype
+_FAR = {4: 88.0, 8: 709.0}
 
 
 def swiglu_forward(gate: np.ndarray, up: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
@@ -20,9 +23,11 @@ def swiglu_forward(gate: np.ndarray, up: np.ndarray, out: np.ndarray | None = No
     if not _flat(arrays):
         return plain.swiglu_forward(gate, up, out)
     y = np.empty_like(gate) if out is None else out
-    for g, u, target in _pieces(gate, up, y):
-        silu = _silu(g)
-        np.multiply(silu, u, out=target)
+
+    def piece(g: np.ndarray, u: np.ndarray, target: np.ndarray) -> None:
+        np.multiply(_silu(g), u, out=target)
+
+    _each_piece(piece, gate, up, y)
     return y
 
 
@@ -33,16 +38,23 @@ def swiglu_backward(
     if not _flat([gate, up, grad_y]):
         return plain.swiglu_backward(grad_y, gate, up, inplace)
     grad_gate, grad_up = (gate, up) if inplace else (np.empty_like(gate), np.empty_like(up))
-    for dy, g, u, dg, du in _pieces(grad_y, gate, up, grad_gate, grad_up):
-        sigmoid = _sigmoid(g)
-        silu = g * sigmoid
-        slope = 1 - sigmoid
-        slope *= silu
-        slope += sigmoid
-        slope *= u
-        np.multiply(slope, dy, out=dg)
-        np.multiply(silu, dy, out=du)
+    _each_piece(_swiglu_gradients, grad_y, gate, up, grad_gate, grad_up)
     return grad_gate, grad_up
+
+
+def _swiglu_gradients(
+    dy: np.ndarray, g: np.ndarray, u: np.ndarray, dg: np.ndarray, du: np.ndarray
+) -> None:
+    sigmoid = _sigmoid(g)
+    silu = threads.scratch("silu", g.shape, g.dtype)
+    slope = threads.scratch("slope", g.shape, g.dtype)
+    np.multiply(g, sigmoid, out=silu)
+    np.subtract(1, sigmoid, out=slope)
+    slope *= silu
+    slope += sigmoid
+    slope *= u
+    np.multiply(slope, dy, out=dg)
+    np.multiply(silu, dy, out=du)
 
 
 def silu_forward(x: np.ndarray) -> np.ndarray:
@@ -50,8 +62,11 @@ def silu_forward(x: np.ndarray) -> np.ndarray:
     if not _flat([x]):
         return plain.silu_forward(x)
     y = np.empty_like(x)
-    for piece, target in _pieces(x, y):
-        target[...] = _silu(piece)
+
+    def piece(values: np.ndarray, target: np.ndarray) -> None:
+        target[...] = _silu(values)
+
+    _each_piece(piece, x, y)
     return y
 
 
@@ -60,13 +75,16 @@ def silu_backward(grad_y: np.ndarray, x: np.ndarray) -> np.ndarray:
     if not _flat([x, grad_y]):
         return plain.silu_backward(grad_y, x)
     grad_x = np.empty_like(x)
-    for dy, piece, target in _pieces(grad_y, x, grad_x):
-        sigmoid = _sigmoid(piece)
+
+    def piece(dy: np.ndarray, values: np.ndarray, target: np.ndarray) -> None:
+        sigmoid = _sigmoid(values)
         slope = 1 - sigmoid
-        slope *= piece
+        slope *= values
         slope *= sigmoid
         slope += sigmoid
         np.multiply(slope, dy, out=target)
+
+    _each_piece(piece, grad_y, x, grad_x)
     return grad_x
 
 
@@ -78,10 +96,15 @@ def _flat(arrays: list[np.ndarray]) -> bool:
     )
 
 
-def _pieces(*arrays: np.ndarray) -> Iterator[tuple[np.ndarray, ...]]:
+def _each_piece(work: Callable[..., None], *arrays: np.ndarray) -> None:
     flat = [array.reshape(-1) for array in arrays]
-    for start in range(0, flat[0].size, _PIECE):
-        yield tuple(array[start : start + _PIECE] for array in flat)
+
+    def some(part: slice) -> None:
+        for start in range(part.start, part.stop, _PIECE):
+            piece = slice(start, min(start + _PIECE, part.stop))
+            work(*(array[piece] for array in flat))
+
+    threads.spread(some, flat[0].size, threads.LEAST_VALUES, 16)
 
 
 def _sigmoid(x: np.ndarray) -> np.ndarray:
@@ -103,11 +126,12 @@ def _silu(x: np.ndarray) -> np.ndarray:
 def _one_plus_exp(x: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
     """Return ``1 + exp(-x)``, and where it is infinite: left of -88 (float32), seldom anywhere.
 
-    The sigmoid is exp(x) there, which times x is no zero yet.
+    The sigmoid is exp(x) there, which times x is no zero yet. Scratch, overwritten by the next call.
     """
-    scratch = np.negative(x)
+    scratch = threads.scratch("one_plus_exp", x.shape, x.dtype)
+    np.negative(x, out=scratch)
+    near = float(scratch.max(initial=0)) < _FAR[x.dtype.itemsize]
     with np.errstate(over="ignore"):
         np.exp(scratch, out=scratch)
     scratch += 1
-    far = np.isinf(scratch)
-    return scratch, far if far.any() else None
+    return scratch, None if near else np.isinf(scratch)

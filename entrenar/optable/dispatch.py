@@ -22,6 +22,7 @@ import torch
 
 from entrenar import runtime
 from entrenar.checks import check_same_dtype
+from entrenar.cpu.threads import one_blas_thread
 from entrenar.errors import DeviceError, DTypeError, LayoutError
 from entrenar.kernels.nf4_weight import NF4Weight
 from entrenar.optable import storage
@@ -157,7 +158,13 @@ def _prepared(function: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> C
     if halves:
         return lambda: _compute(row, given)[0]
     views = {name: _to_numpy(value) for name, value in given.items()}
-    return functools.partial(numpy_function(function), **views)
+    repeated = functools.partial(numpy_function(function), **views)
+
+    def compute() -> Any:
+        with one_blas_thread():
+            return repeated()
+
+    return compute
 
 
 def _given(name: str, at: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -283,7 +290,8 @@ def _check_writable(row: Function, given: dict[str, Any]) -> None:
 def _compute(row: Function, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Return what NumPy computes, and the arrays it was given; storage it wrote is rounded back."""
     views = {name: _to_numpy(value) for name, value in given.items()}
-    result = numpy_function(row.name)(**views)
+    with one_blas_thread():  # the small products too: BLAS threads would spin long after them
+        result = numpy_function(row.name)(**views)
     for name in row.mutates:
         value = given.get(name)
         if isinstance(value, torch.Tensor) and value.dtype in _HALF:

@@ -78,7 +78,7 @@ def _rotate(
     positions: np.ndarray,
     sign: int,
 ) -> tuple[np.ndarray, np.ndarray]:
-    _check(op, q, k, cos, sin, positions)
+    check_rope(op, q, k, cos, sin, positions)
     half = cos.shape[1]
     c = cos[positions].astype(q.dtype)[:, None, :]
     s = sign * sin[positions].astype(q.dtype)[:, None, :]
@@ -89,7 +89,7 @@ def _rotate(
     return q, k
 
 
-def _check(
+def check_rope(
     op: str,
     q: np.ndarray,
     k: np.ndarray,
@@ -97,6 +97,7 @@ def _check(
     sin: np.ndarray,
     positions: np.ndarray,
 ) -> None:
+    """Refuse arguments that do not fit together, as :func:`rope_forward` says."""
     check_dtype(op, "q", q)
     check_ndim(op, "q", q, 3)
     check_shape(op, "k", k, (q.shape[0], -1, q.shape[2]))

@@ -21,6 +21,7 @@ ONE = 8 * SIZE  # its bytes
 @pytest.fixture
 def traced() -> Iterator[Callable[[], float]]:
     """Returns allocated bytes as multiples of one activation; NumPy tells tracemalloc of its own."""
+    chain(leaf())  # a thread's scratch is allocated once and kept
     gc.collect()
     tracemalloc.start()
     start = tracemalloc.get_traced_memory()[0]

@@ -9,6 +9,7 @@ import pytest
 
 from entrenar.cpu import nf4 as fast
 from entrenar.cpu import nf4_gemm as fast_gemm
+from entrenar.cpu import threads
 from entrenar.errors import ShapeMismatchError
 from entrenar.reference import nf4_gemm as plain
 from entrenar.reference.nf4 import NF4Weight, nf4_dequantize, nf4_quantize
@@ -53,9 +54,11 @@ def test_no_decoded_weight_is_kept() -> None:
     """The next weight overwrites the scratch, which does not grow past its limit."""
     rng = np.random.default_rng(2)
     first, second = (nf4_quantize(rng.standard_normal((64, 64))) for _ in range(2))
-    rows = fast.decode_rows(first, 0, 64, np.float32)
-    again = fast.decode_rows(second, 0, 64, np.float32)
-    assert np.shares_memory(rows, again)
+    grad = np.ones((3, 64), np.float32)
+    fast_gemm.nf4_gemm_backward(grad, first)
+    rows = threads.scratch("nf4", (64, 64), np.float32)
+    np.testing.assert_array_equal(rows, nf4_dequantize(first, "float32"))
+    fast_gemm.nf4_gemm_backward(grad, second)
     np.testing.assert_array_equal(rows, nf4_dequantize(second, "float32"))
     large = NF4Weight(np.zeros(1, np.uint8), np.zeros(1, np.float32), (70000, 4096), "float32")
     assert fast.rows_per_piece(large) * 4096 <= fast.SCRATCH_VALUES
