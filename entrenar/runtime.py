@@ -317,7 +317,9 @@ def available_memory_bytes(device: str = "cpu") -> int:
     if device.startswith("cuda"):
         import torch
 
-        return int(torch.cuda.mem_get_info(device)[0])
+        # what torch has freed it keeps, and hands out again
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0] + cached)
     found = []
     with contextlib.suppress(OSError), open("/proc/meminfo", encoding="ascii") as lines:
         found += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]

@@ -169,7 +169,18 @@ def _inspect(parser: argparse.ArgumentParser) -> None:
 
 
 def _estimate(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", metavar="PATH", required=True, help="only its config is read")
+    parser.add_argument(
+        "--model",
+        metavar="PATH",
+        required=True,
+        help="a model, or the config.json of one that is not here; only the config is read",
+    )
+    parser.add_argument(
+        "--card",
+        metavar="CARD",
+        help="fit this GPU instead of the machine at hand: a size such as 24GB or 80GiB, or a name such "
+        "as 4090 or h200",
+    )
     parser.add_argument("--config", metavar="FILE", help="settings in TOML; flags go before it")
     parser.add_argument("--json", action="store_true", help="print one JSON object, in bytes")
     add_config_flags(parser)

@@ -60,6 +60,24 @@ def read_json(path: Path) -> dict[str, Any]:
     return parsed
 
 
+def read_model_config(path: Path) -> tuple[TransformerConfig, dict[str, Any]]:
+    """Read a ``config.json``; no weights need lie beside it.
+
+    Returns:
+        The model's config, and the content of the file.
+
+    Raises:
+        CheckpointError: The file cannot be read, or its weights are quantised in a way not read here.
+        UnsupportedModelError: It is of a model that is not implemented.
+        ConfigError: A field is not sensible.
+    """
+    document = read_json(path)
+    if document.get("quantization_config"):
+        check_bitsandbytes_config(document["quantization_config"])
+    plain = {k: v for k, v in document.items() if k != "quantization_config"}
+    return TransformerConfig.from_hf(plain), document
+
+
 class HFFolder:
     """A folder whose config and tensor headers have been read and agree.
 
@@ -82,12 +100,8 @@ class HFFolder:
         self.path = path
         if not (path / "config.json").is_file():
             raise _explain(path)
-        self.document = read_json(path / "config.json")
+        self.config, self.document = read_model_config(path / "config.json")
         quantization = self.document.get("quantization_config")
-        if quantization:
-            check_bitsandbytes_config(quantization)
-        plain = {k: v for k, v in self.document.items() if k != "quantization_config"}
-        self.config = TransformerConfig.from_hf(plain)
         self.stop_token_ids = self.config.eos_token_ids
         if (path / "generation_config.json").is_file():
             generation = read_json(path / "generation_config.json")

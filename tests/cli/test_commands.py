@@ -6,6 +6,7 @@ import io
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -134,22 +135,88 @@ def test_inspect_says_what_training_takes(
     assert "F32 " in shown
 
 
-def test_estimate(capsys: pytest.CaptureFixture[str], tiny_model: Path) -> None:
+def estimated(capsys: pytest.CaptureFixture[str], model: Path, *flags: str) -> dict[str, Any]:
     capsys.readouterr()
-    figures = []
-    for flags in ([], ["--quantize-nf4"], ["--batch-size", "8"]):
-        assert (
-            main(["estimate", "--model", str(tiny_model), "--json", "--device", "cpu", *flags]) == 0
-        )
-        figures.append(json.loads(capsys.readouterr().out))
-    assert figures[1]["weights"] < figures[0]["weights"]
-    assert figures[2]["activations"] == 8 * figures[0]["activations"]
-    model = Transformer.from_pretrained(tiny_model, device="cpu")
-    assert figures[0]["weights"] == model.nbytes()
+    assert main(["estimate", "--model", str(model), "--json", *flags]) == 0
+    return dict(json.loads(capsys.readouterr().out))
+
+
+def test_estimate(capsys: pytest.CaptureFixture[str], tiny_model: Path) -> None:
+    plain, nf4, batch = (
+        estimated(capsys, tiny_model, "--device", "cpu", *flags)
+        for flags in ([], ["--quantize-nf4"], ["--batch-size", "8"])
+    )
+    assert plain["weights"] == Transformer.from_pretrained(tiny_model, device="cpu").nbytes()
     quantised = Transformer.from_pretrained(tiny_model, quantize="nf4", device="cpu")
-    assert figures[1]["weights"] == pytest.approx(quantised.nbytes(), rel=0.01)
+    assert nf4["weights"] == quantised.nbytes()
+    assert batch["total"] > plain["total"]
+    parts = "weights adapters gradients moments process activations logits scratch".split()
+    assert plain["total"] == sum(plain[part] for part in parts)
+    assert plain["fits"] is (plain["total"] <= plain["free"])
+    assert plain["total_with_checkpointing"] < batch["total_without_checkpointing"]
+    assert plain["largest_max_seq_len"] == 128  # the model's context
     assert main(["estimate", "--model", str(tiny_model), "--device", "cpu"]) == 0
-    assert "free on cpu" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "free on cpu: fits" in shown
+    assert f"--batch-size {plain['largest_batch_size']} at --max-seq-len 512" in shown
+
+
+def test_estimate_for_a_card(capsys: pytest.CaptureFixture[str], tiny_model: Path) -> None:
+    small, large = (estimated(capsys, tiny_model, "--card", card) for card in ("20MB", "24GB"))
+    assert (small["free"], large["free"]) == (20 * 10**6, 24 * 10**9)
+    assert "process" not in small
+    # on a GPU weights are bfloat16 unless told otherwise
+    assert 2 * small["weights"] == Transformer.from_pretrained(tiny_model, device="cpu").nbytes()
+    assert 0 < small["largest_batch_size"] < large["largest_batch_size"]
+    fitting = str(small["largest_batch_size"])
+    assert estimated(capsys, tiny_model, "--card", "20MB", "--batch-size", fitting)["fits"]
+    one_more = str(small["largest_batch_size"] + 1)
+    flags = ["--card", "20MB", "--batch-size", one_more]
+    assert not estimated(capsys, tiny_model, *flags)["fits"]
+    assert main(["estimate", "--model", str(tiny_model), *flags]) == 0
+    shown = capsys.readouterr().out
+    assert "of the card 20MB: does not fit" in shown
+    assert "try --quantize-nf4" in shown
+    for name in ("h200", "NVIDIA H200", "H200"):
+        assert estimated(capsys, tiny_model, "--card", name)["free"] == 143771 << 20
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--card", "h20"], "h200"),
+        (["--card", "24"], "24GB"),
+        (["--card", "0GB"], "24GB"),
+        (["--card", "24GB", "--device", "cpu"], "device is cpu"),
+    ],
+)
+def test_estimate_refuses_a_card_it_does_not_know(
+    capsys: pytest.CaptureFixture[str], tiny_model: Path, flags: list[str], said: str
+) -> None:
+    assert main(["estimate", "--model", str(tiny_model), *flags]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_estimate_needs_no_weights(
+    capsys: pytest.CaptureFixture[str], tiny_model: Path, tmp_path: Path
+) -> None:
+    whole = estimated(capsys, tiny_model, "--card", "24GB", "--quantize-nf4")
+    alone = tmp_path / "config.json"
+    config = json.loads((tiny_model / "config.json").read_text())
+    alone.write_text(json.dumps(config))
+    for path in (alone, tmp_path):
+        assert estimated(capsys, path, "--card", "24GB", "--quantize-nf4") == whole
+    # a folder that bitsandbytes quantised is held in 4 bits without being asked
+    config["quantization_config"] = {
+        "quant_method": "bitsandbytes",
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": False,
+    }
+    alone.write_text(json.dumps(config))
+    assert estimated(capsys, alone, "--card", "24GB") == whole
+    alone.write_text("{")
+    assert main(["estimate", "--model", str(alone)]) == 2
 
 
 def test_plot(capsys: pytest.CaptureFixture[str], run_folder: Path, tmp_path: Path) -> None:

@@ -313,8 +313,16 @@ class InstructPipeline:
         if self._checkpointing is not None:
             return self._checkpointing
         itemsize = _ITEMSIZE.get(str(self.model.dtype).removeprefix("torch."), 4)
-        tokens = len(packed.ids)
-        return wants_checkpointing(self.config, self.model.config, tokens, itemsize, self.device)
+        bounds = packed.cu_seqlens
+        return wants_checkpointing(
+            self.config,
+            self.model.config,
+            self.adapters.layers,
+            tokens=len(packed.ids),
+            longest=int((bounds[1:] - bounds[:-1]).max()),
+            itemsize=itemsize,
+            device=self.device,
+        )
 
     def _kept(self, pairs: Sequence[Pair]) -> tuple[list[Example], int]:
         cut = [Example.from_pair(*pair).truncated(self.config.max_seq_len) for pair in pairs]
