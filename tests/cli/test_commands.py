@@ -150,7 +150,16 @@ def test_estimate(capsys: pytest.CaptureFixture[str], tiny_model: Path) -> None:
     quantised = Transformer.from_pretrained(tiny_model, quantize="nf4", device="cpu")
     assert nf4["weights"] == quantised.nbytes()
     assert batch["total"] > plain["total"]
-    parts = "weights adapters gradients moments process activations logits scratch".split()
+    parts = [
+        "weights",
+        "adapters",
+        "gradients",
+        "moments",
+        "process",
+        "activations",
+        "logits",
+        "scratch",
+    ]
     assert plain["total"] == sum(plain[part] for part in parts)
     assert plain["fits"] is (plain["total"] <= plain["free"])
     assert plain["total_with_checkpointing"] < batch["total_without_checkpointing"]

@@ -126,7 +126,7 @@ def test_activations_are_what_the_tape_holds(
             key: size for node in nodes for key, size, owner in node.held() if owner is not None
         }
         sizes = StepSizes(
-            config, tuple(adapters.layers), 3, False, tokens, tokens, tokens, 4, False, True
+            config, tuple(adapters.layers), 3, False, tokens, tokens, tokens, 4, False, 1
         )
         assert saved_bytes(sizes, recompute) == sum(pieces.values()), (family, number)
 
@@ -135,7 +135,7 @@ def test_an_untrained_block_saves_nothing() -> None:
     config = TransformerConfig.from_hf(LLAMA)
     first, last = ((f"model.layers.{n}.mlp.down_proj",) for n in (0, 5))
     held = [
-        saved_bytes(StepSizes(config, names, 8, False, 9, 9, 9, 4, False, True), recompute=False)
+        saved_bytes(StepSizes(config, names, 8, False, 9, 9, 9, 4, False, 1), recompute=False)
         for names in (first, last)
     ]
     assert 0 < 5 * held[1] < held[0]

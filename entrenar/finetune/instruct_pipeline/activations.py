@@ -13,15 +13,16 @@ import math
 from collections.abc import Collection
 from typing import Any
 
+from entrenar.cpu.attention import BLOCK_ROWS
+from entrenar.cpu.cross_entropy import CHUNK_BYTES
+from entrenar.cpu.nf4 import SCRATCH_VALUES
+from entrenar.cpu.nf4_gemm import PRODUCT_VALUES
 from entrenar.transformer.weights import linear_shapes
 
 __all__ = ["Moment", "StepSizes", "highest_moment", "saved_bytes"]
 
 _STATISTIC = 4  # bytes of a float32 root mean square or log-sum-exp
 _CHUNK_ROWS = 256  # rows of logits at once, of ops.linear_cross_entropy
-_CPU_CHUNK_BYTES = 48 << 20  # and no more than this on the CPU, of entrenar.cpu.cross_entropy
-_CPU_BLOCK_ROWS = 64  # query rows at once, of entrenar.cpu.attention
-_CPU_PRODUCT = 1 << 20  # values of a product held before they are added, of entrenar.cpu.nf4_gemm
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +39,7 @@ class StepSizes:
         loss_rows: Rows that carry loss.
         itemsize: Bytes of an element of an activation.
         nf4: Whether the frozen linears are held in 4 bits.
-        on_cpu: Whether NumPy computes, rather than kernels.
+        threads: Threads that NumPy's work is spread over; 0 where kernels compute.
     """
 
     model: Any
@@ -50,7 +51,12 @@ class StepSizes:
     loss_rows: int
     itemsize: int
     nf4: bool
-    on_cpu: bool
+    threads: int
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether NumPy computes, rather than kernels."""
+        return self.threads > 0
 
     def rows(self, elements: int) -> int:
         """Return the bytes of so many elements for each token."""
@@ -220,7 +226,7 @@ def _loss(sizes: StepSizes, kept: int) -> Moment:
     buffers = 1
     if sizes.on_cpu:
         buffers = 2 if model.final_logit_softcapping else 1
-        step = min(step, max(_CPU_CHUNK_BYTES // max(buffers * vocab * 4, 1), 1))
+        step = min(step, max(CHUNK_BYTES // max(buffers * vocab * 4, 1), 1))
     chunks = max(-(-rows // step), 1)
     step = -(-rows // chunks)
     logits = buffers * step * vocab * (4 if sizes.on_cpu else item)
@@ -252,9 +258,12 @@ def _backward(sizes: StepSizes, held: int, block: _Block, recompute: bool) -> li
     moved = sizes.rows(q) + sizes.rows(q + 2 * k)  # gradients of the output, of q, k and v
     room = 4 * sizes.tokens * model.num_attention_heads
     if sizes.on_cpu:
-        rows = min(_CPU_BLOCK_ROWS, sizes.longest)
-        room += sizes.rows(2 * k)
-        room += 2 * model.num_attention_heads * rows * sizes.longest * max(sizes.itemsize, 4)
+        blocks = -(-sizes.longest // BLOCK_ROWS)
+        samples = max(sizes.tokens // max(sizes.longest, 1), 1)
+        # each thread has sums of keys' gradients for itself, and scores and their gradient of a block
+        room += min(sizes.threads, blocks) * sizes.rows(2 * k)
+        scores = model.num_attention_heads * min(BLOCK_ROWS, sizes.longest) * sizes.longest
+        room += min(sizes.threads, blocks * samples) * 2 * scores * max(sizes.itemsize, 4)
     attention = Moment(name, held, 0, stream + moved + room + _standing_room(sizes))
     return [down, gated, attention]
 
@@ -275,11 +284,11 @@ def _standing_room(sizes: StepSizes) -> int:
     largest = max(math.prod(shape) for shape in shapes.values())
     if not sizes.on_cpu:
         return 2 * largest * sizes.itemsize if sizes.nf4 else 0
-    room = 4 * min(largest, _CPU_PRODUCT) if sizes.nf4 else 0
+    room = 4 * min(largest, sizes.threads * SCRATCH_VALUES) if sizes.nf4 else 0
     widths = [max(shapes[name]) for name in sizes.adapted]
     if widths:
-        pieces = [min(sizes.tokens, max(_CPU_PRODUCT // w, 16)) * w for w in widths]
-        room += 4 * max(pieces)
+        pieces = [max(PRODUCT_VALUES // w, 16) * sizes.threads for w in widths]
+        room += 4 * max(min(sizes.tokens, n) * w for n, w in zip(pieces, widths, strict=True))
     if sizes.dropout and widths:
         room += 4 * sizes.tokens * max(shapes[name][1] for name in sizes.adapted)
     return room

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from entrenar import runtime
+from entrenar.cpu import threads
 from entrenar.finetune.config import InstructConfig
 from entrenar.finetune.instruct_pipeline.activations import Moment, StepSizes, highest_moment
 from entrenar.quant import nf4_bytes
@@ -216,5 +217,5 @@ def _step_sizes(
         loss_rows=tokens,
         itemsize=itemsize,
         nf4=config.quantize_nf4,
-        on_cpu=device == "cpu",
+        threads=threads.count() if device == "cpu" else 0,
     )
