@@ -61,9 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _missing_package(error: Exception) -> str | None:
-    """Return a sentence where a package that entrenar always needs is absent, or None."""
+    """Return a sentence where a package that entrenar needs, triton on a GPU, is absent, or None."""
     name = (getattr(error, "name", None) or "").partition(".")[0]
-    if name not in ("numpy", "safetensors"):
+    if name not in ("numpy", "safetensors", "triton"):
         return None
     return f"the package {name!r} cannot be imported: {error}; install it with pip install {name}"
 

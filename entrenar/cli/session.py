@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from entrenar import runtime
 from entrenar.cli.console import Console, count, duration, gibibytes
+from entrenar.cli.machine import Findings, check_gpu
 from entrenar.errors import CheckpointError, ConfigError
 from entrenar.finetune.batching import split_heldout, total_steps
 from entrenar.finetune.chat import EncodedCorpus, encode_corpus
@@ -67,6 +68,11 @@ class Session:
     def run(self, show: int) -> int:
         """Check, load, train, report; return the exit code."""
         device = runtime.resolve_device(self.config.device)
+        if self.config.device == "auto":
+            findings = Findings()
+            check_gpu(findings)
+            for sentence in findings.problems:
+                self.console.notice(sentence)
         empty = self.folder.is_empty
         train, heldout, tokenizer = self._data()
         for example in train.examples[:show]:

@@ -239,6 +239,7 @@ def test_plot(capsys: pytest.CaptureFixture[str], run_folder: Path, tmp_path: Pa
 
 
 def test_doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("entrenar.cli.kernel_check.emulated", lambda target: {"difference": 1e-6})
     code = main(["doctor", "--json"])
     found = json.loads(capsys.readouterr().out)
     assert code == (3 if found["problems"] else 0)
