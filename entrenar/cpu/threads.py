@@ -33,6 +33,7 @@ LEAST_FLOPS = 1 << 22
 LEAST_VALUES = 1 << 15
 """Least values of a part of an element-wise pass, for the same reason."""
 
+_READ_FLOPS = 8
 _PREFIXES = ("scipy_openblas", "openblas")
 _SUFFIXES = ("64_", "", "_64")
 
@@ -214,7 +215,9 @@ def product(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> np.ndarray:
         np.matmul(a, b[:, part], out=out[:, part])
 
     work, size, other = (rows, m, n) if m >= n else (columns, n, m)
-    spread(work, size, -(-LEAST_FLOPS // max(2 * k * other, 1)), 16)
+    # reading a weight for few rows takes as long as some sixteen multiplications with each value
+    flops = 2 * k * (other + (_READ_FLOPS if other < _READ_FLOPS else 0))
+    spread(work, size, -(-LEAST_FLOPS // max(flops, 1)), 16)
     return out
 
 

@@ -9,7 +9,7 @@ from entrenar.errors import ConfigError, ShapeMismatchError
 
 __all__ = ["gemm_backward_a", "gemm_backward_b", "gemm_forward", "matmul"]
 
-_PRECISIONS = ("ieee", "tf32")
+PRECISIONS = ("ieee", "tf32")
 
 
 def gemm_forward(
@@ -162,7 +162,7 @@ def _check_pair(op: str, name_x: str, x: np.ndarray, name_y: str, y: np.ndarray)
 def _store(
     op: str, product: np.ndarray, out: np.ndarray | None, accumulate: bool, precision: str
 ) -> np.ndarray:
-    if precision not in _PRECISIONS:
+    if precision not in PRECISIONS:
         raise ConfigError(f"{op}: precision is {precision!r}, wanted 'ieee' or 'tf32'", "")
     if out is None:
         if accumulate:

@@ -94,6 +94,7 @@ def stream_tokens(
     if limit <= 0:
         return
     cache = model.new_cache(len(ids) + limit)
+    cache.weights = model.decoded_weights() if limit > 1 else None
     rows = ids
     for step in range(limit):
         logits = model.next_logits(np.asarray(rows, dtype=np.int64), cache)
@@ -105,7 +106,9 @@ def stream_tokens(
         ids.append(token)
         rows = [token]
         if model.rotation_changes(cache.length, len(ids)):
+            weights = cache.weights
             cache, rows = model.new_cache(len(ids) + limit - step - 1), ids
+            cache.weights = weights
 
 
 def _checked(model: Transformer, prompt_ids: Sequence[int]) -> list[int]:

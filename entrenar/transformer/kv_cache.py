@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from entrenar.autograd.ops.nf4_gemm import DecodedWeights
 from entrenar.errors import ShapeMismatchError
 from entrenar.transformer.config import TransformerConfig
 
@@ -23,6 +24,8 @@ class KVCache:
 
     Attributes:
         length: Positions held by every layer.
+        weights: The model's 4-bit weights decoded, which the products of a token read; None decodes
+            each in its turn.
     """
 
     def __init__(
@@ -34,6 +37,7 @@ class KVCache:
     ) -> None:
         self.capacity = config.context_length if capacity is None else capacity
         self.length = 0
+        self.weights: DecodedWeights | None = None
         rows = min(_FIRST_ROWS, self.capacity)
         shape = (rows, config.num_key_value_heads, config.head_dim)
         self._keys, self._values = (

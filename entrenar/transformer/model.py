@@ -6,6 +6,7 @@ decoder linear is held in 4 bits, while embedding, norms and the output projecti
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -28,6 +29,7 @@ from entrenar.autograd import (
     ops,
     recording,
 )
+from entrenar.autograd.ops.nf4_gemm import DecodedWeights
 from entrenar.errors import AdapterError, ConfigError, ShapeMismatchError
 from entrenar.kernels.nf4_weight import NF4Weight
 from entrenar.optable import call
@@ -59,6 +61,8 @@ _DTYPES = {
     "float64": torch.float64,
 }
 _LOGIT_ROWS = 512
+# Share of the free memory that weights decoded for generation may take.
+DECODED_SHARE = 0.25
 
 
 class Transformer:
@@ -336,10 +340,25 @@ class Transformer:
         """Return an empty cache for one sequence of at most ``capacity`` positions."""
         return KVCache(self.config, self.dtype, self.device, capacity)
 
+    def decoded_weights(self) -> DecodedWeights | None:
+        """Return what keeps the 4-bit linears decoded while a text is generated on a CPU.
+
+        None on a GPU, whose product with one row decodes in passing, in 16 bits, without 4-bit
+        linears, and where they would take more than a quarter of the memory that is free.
+        """
+        numpy = self.device == "cpu" and runtime.backend() == "numpy"
+        if not numpy or self.quantize is None or self.dtype not in (torch.float32, torch.float64):
+            return None
+        wide = 8 if self.dtype == torch.float64 else 4
+        wanted = sum(math.prod(shape) for shape in self.linear_shapes().values()) * wide
+        fits = wanted <= runtime.available_memory_bytes() * DECODED_SHARE
+        return DecodedWeights() if fits else None
+
     def next_logits(self, ids: np.ndarray, cache: KVCache) -> np.ndarray:
         """Continue the cached sequence and return the logits after its last row: float32 [V]."""
         positions = np.arange(cache.length, cache.length + len(ids), dtype=np.int64)
-        with no_grad():
+        weights = cache.weights
+        with no_grad(), weights.used() if weights is not None else contextlib.nullcontext():
             hidden = self.hidden(ids, positions, cache=cache)
             last = hidden.view(hidden.data[-1:])
             return self.project(last)[0]

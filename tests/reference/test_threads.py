@@ -10,7 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from entrenar.cpu import attention, cross_entropy, lora, nf4_gemm, rms_norm, rope, swiglu, threads
+from entrenar.cpu import (
+    attention,
+    cross_entropy,
+    gemm,
+    lora,
+    nf4_gemm,
+    rms_norm,
+    rope,
+    swiglu,
+    threads,
+)
 from entrenar.reference.nf4 import nf4_quantize
 
 
@@ -167,6 +177,10 @@ def _calls() -> dict[str, Callable[[], Any]]:
         "lora_forward": lambda: lora.lora_forward(rows, w, a, b, 2.0, _rows(300), 0.25, 5),
         "lora_backward": lambda: lora.lora_backward(_rows(150, 300), rows, w, a, b, s, 2.0),
         "lora_dense": lambda: lora.lora_forward(rows, _rows(300, 128), a, b, 2.0),
+        "matmul": lambda: gemm.matmul(
+            rows, _rows(300, 128), trans_b=True, bias=_rows(300), scale=2
+        ),
+        "matmul_of_a_row": lambda: gemm.matmul(rows[:1], _rows(300, 128), trans_b=True),
         "nf4_gemm_forward": lambda: nf4_gemm.nf4_gemm_forward(rows, w),
         "nf4_gemm_few": lambda: nf4_gemm.nf4_gemm_forward(rows[:1], small),
         "nf4_gemm_backward": lambda: nf4_gemm.nf4_gemm_backward(_rows(150, 300), w),

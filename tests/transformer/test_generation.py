@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from entrenar import runtime
 from entrenar.errors import DataError, NumericsError, ShapeMismatchError
 from entrenar.transformer.generation import GenerateConfig, generate
 from entrenar.transformer.model import Transformer
@@ -51,6 +52,29 @@ def test_the_cache_gives_the_tokens_of_full_recomputation(silent: Transformer) -
     result = generate(silent, PROMPT, GenerateConfig(**GREEDY))
     assert result.ids == ids[len(PROMPT) :]
     assert (result.finish_reason, result.text) == ("length", "")
+
+
+def test_weights_decoded_once_give_the_tokens_of_those_decoded_each_time(
+    make_model: Callable[..., Transformer],
+    tiny_settings: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = make_model({**tiny_settings, "eos_token_id": None}, quantize="nf4")
+    model.stop_token_ids = (60,)
+    decodings: list[str] = []
+
+    def note(record: runtime.LaunchRecord) -> None:
+        decodings.extend([record.op] if "nf4" in record.op else [])
+
+    with runtime.listening(note):
+        kept = generate(model, PROMPT, GenerateConfig(**GREEDY)).ids
+    assert decodings == ["nf4_dequantize"] * len(model.linear_shapes())
+    decodings.clear()
+    monkeypatch.setattr(runtime, "available_memory_bytes", lambda device="cpu": 1000)
+    assert model.decoded_weights() is None
+    with runtime.listening(note):
+        assert generate(model, PROMPT, GenerateConfig(**GREEDY)).ids == kept
+    assert decodings == ["nf4_gemm_forward"] * len(model.linear_shapes()) * len(kept)
 
 
 def test_greedy_tokens_of_every_family_are_those_of_transformers(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -12,11 +14,44 @@ from entrenar.autograd.node import Gradient, Node
 from entrenar.autograd.ops.gemm import bias_gradient
 from entrenar.autograd.ops.shape import reshape
 from entrenar.autograd.prefetch import DecodeAhead
+from entrenar.autograd.stream import current_stream
 from entrenar.autograd.tape import record, run
 from entrenar.autograd.tensor import Tensor
 from entrenar.kernels.nf4_weight import NF4Weight
+from entrenar.optable import call
 
-__all__ = ["decoded", "nf4_linear"]
+__all__ = ["DecodedWeights", "decoded", "nf4_linear"]
+
+
+class DecodedWeights:
+    """4-bit weights that are decoded once and kept, for products with one row after another.
+
+    Decoding a weight takes several times as long as reading it decoded. It takes 4 bytes a value.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[tuple[int, torch.dtype], tuple[NF4Weight, torch.Tensor]] = {}
+
+    def of(self, weight: NF4Weight, dtype: torch.dtype) -> torch.Tensor:
+        """Return the weight decoded to ``dtype``."""
+        key = (id(weight), dtype)
+        if key not in self._held:
+            stream = current_stream(weight.device)
+            made = call("nf4_dequantize", weight, dtype, stream=stream)
+            self._held[key] = (weight, made)  # the weight too: another would get its id
+        return self._held[key][1]
+
+    @contextlib.contextmanager
+    def used(self) -> Iterator[None]:
+        """Let the products of this context read them inside the block."""
+        token = _KEPT.set(self)
+        try:
+            yield
+        finally:
+            _KEPT.reset(token)
+
+
+_KEPT: ContextVar[DecodedWeights | None] = ContextVar("entrenar_decoded_weights", default=None)
 
 
 def nf4_linear(
@@ -59,6 +94,11 @@ def _backward(node: Node, grad: torch.Tensor) -> tuple[Gradient, ...]:
 
 def decoded(ahead: DecodeAhead | None, weight: Any, x: torch.Tensor) -> AbstractContextManager[Any]:
     """Return what a product of ``x`` with ``weight`` reads: the weight, or its values decoded ahead."""
-    if ahead is None or not isinstance(weight, NF4Weight):
+    if not isinstance(weight, NF4Weight):
+        return contextlib.nullcontext(weight)
+    kept = _KEPT.get()
+    if kept is not None:
+        return contextlib.nullcontext(kept.of(weight, x.dtype))
+    if ahead is None:
         return contextlib.nullcontext(weight)
     return ahead.decoded(weight, x)
