@@ -86,6 +86,11 @@ def _train(parser: argparse.ArgumentParser) -> None:
         "--resume", action="store_true", help="continue the output folder's last checkpoint"
     )
     parser.add_argument(
+        "--allow-drift",
+        action="store_true",
+        help="resume although settings, data or model differ from the checkpoint's; each is listed",
+    )
+    parser.add_argument(
         "--overwrite", action="store_true", help="replace an earlier run in the output folder"
     )
     _add_run_flags(parser)
@@ -103,6 +108,16 @@ def _add_run_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--save-every", type=int, metavar="N", help="steps between checkpoints")
     parser.add_argument("--eval-every", type=int, metavar="N", help="steps between evaluations")
     parser.add_argument("--log-every", type=int, metavar="N", help="steps between lines printed")
+    parser.add_argument(
+        "--keep-checkpoints", type=int, metavar="N", help="the newest N are kept; 0: all; default 3"
+    )
+    parser.add_argument(
+        "--patience",
+        type=int,
+        metavar="N",
+        help="end after N evaluations without a lower held-out loss, with the best adapter; default 0: "
+        "never",
+    )
     parser.add_argument(
         "--answers", type=int, metavar="N", help="held-out questions to answer before and after"
     )

@@ -41,6 +41,7 @@ class Session:
         settings: Paths and intervals.
         folder: The run's folder, already checked.
         resume: Continue the folder's last checkpoint.
+        allow_drift: Continue although settings, data or model differ.
         ranks: The processes that train together; only the first prints and writes.
     """
 
@@ -51,6 +52,7 @@ class Session:
         folder: RunFolder,
         *,
         resume: bool,
+        allow_drift: bool = False,
         ranks: Ranks,
     ) -> None:
         self.config = config.replace(device=ranks.device(config.device))
@@ -58,6 +60,7 @@ class Session:
         self.settings = settings
         self.folder = folder
         self.resume = resume
+        self.allow_drift = allow_drift
         self.console = Console("" if ranks.leads else f"rank {ranks.rank}")
         self.questions: list[Conversation] = []
         self._plain_prompt = False
@@ -124,6 +127,9 @@ class Session:
             settings=self.settings.table(),
             save_every=self.settings.save_every,
             eval_every=self.settings.eval_every,
+            keep_checkpoints=self.settings.keep_checkpoints,
+            patience=self.settings.patience,
+            allow_drift=self.allow_drift,
             skipped=len(train.skipped),
             on_row=self._row,
             on_notice=self.console.notice,
@@ -353,6 +359,9 @@ class Session:
                 change = 100 * (result.eval_after / result.eval_before - 1)
                 text = f"{result.eval_before:.4f} → {text} ({change:+.1f} %)"
             rows["held-out loss"] = text
+        if result.best_step is not None and result.best_step != result.steps:
+            kept = self.folder.checkpoints / f"best-{result.best_step:06d}" / "adapter"
+            rows["best"] = f"{result.best_loss:.4f} after step {result.best_step}: {kept}"
         rows["time"] = f"{duration(result.seconds)}, {count(result.tokens)} tokens"
         rows["peak memory"] = gibibytes(runtime.peak_memory_bytes(pipeline.device))
         rows["adapter"] = str(self.folder.adapter)

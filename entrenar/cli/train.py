@@ -28,6 +28,8 @@ class RunSettings:
         save_every: Steps between checkpoints; 0 only when stopped.
         eval_every: Steps between evaluations; 0 before and after only.
         log_every: Steps between lines printed.
+        keep_checkpoints: Checkpoints that are kept; 0 keeps all.
+        patience: Evaluations without a lower held-out loss that end the run; 0 never does.
         answers: Held-out questions answered before and after.
         vram_wait: Seconds to wait for other processes to give GPU memory back; 0 refuses at once.
     """
@@ -39,11 +41,14 @@ class RunSettings:
     save_every: int = 0
     eval_every: int = 0
     log_every: int = 1
+    keep_checkpoints: int = 3
+    patience: int = 0
     answers: int = 3
     vram_wait: int = 0
 
     def __post_init__(self) -> None:
         least = {"save_every": 0, "eval_every": 0, "log_every": 1, "answers": 0, "vram_wait": 0}
+        least |= {"keep_checkpoints": 0, "patience": 0}
         for name, low in least.items():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < low:
@@ -92,10 +97,18 @@ def run(arguments: argparse.Namespace) -> int:
         file = str(folder.config)  # the run's own settings, so that --output --resume is enough
     config, table = config_from(arguments, file)
     settings = RunSettings.resolve(arguments, table)
-    if arguments.resume:
+    if arguments.allow_drift and not arguments.resume:
+        raise ConfigError("--allow-drift is for --resume alone", "say both, or neither")
+    if arguments.resume and not arguments.allow_drift:
         _check_model(folder, settings.model)
     return train(
-        config, settings, folder, resume=arguments.resume, show=arguments.show, ranks=ranks
+        config,
+        settings,
+        folder,
+        resume=arguments.resume,
+        allow_drift=arguments.allow_drift,
+        show=arguments.show,
+        ranks=ranks,
     )
 
 
@@ -120,10 +133,14 @@ def train(
     folder: RunFolder,
     *,
     resume: bool = False,
+    allow_drift: bool = False,
     show: int = 0,
     ranks: Ranks | None = None,
 ) -> int:
     """Train and report; everything that can fail early fails before the model is loaded."""
     from entrenar.cli.session import Session
 
-    return Session(config, settings, folder, resume=resume, ranks=ranks or Ranks()).run(show)
+    session = Session(
+        config, settings, folder, resume=resume, allow_drift=allow_drift, ranks=ranks or Ranks()
+    )
+    return session.run(show)

@@ -12,6 +12,7 @@ import dataclasses
 import hashlib
 import json
 import re
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,13 @@ from safetensors.numpy import load_file, save_file
 from entrenar.errors import CheckpointError
 from entrenar.finetune.files import appearing_folder
 
-__all__ = ["Checkpoint", "latest_checkpoint", "read_checkpoint", "write_checkpoint"]
+__all__ = [
+    "Checkpoint",
+    "keep_last",
+    "latest_checkpoint",
+    "read_checkpoint",
+    "write_checkpoint",
+]
 
 _NAME = re.compile(r"step-(\d{6,})")
 _FORMAT = 1
@@ -105,10 +112,26 @@ def read_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(path, arrays, state)
 
 
+def keep_last(folder: Path, count: int) -> None:
+    """Remove all checkpoints but the last ``count``; 0 keeps all.
+
+    Called when the newest is whole on disk. A folder is renamed before it is emptied, so that one that is
+    half removed is never taken for a checkpoint.
+    """
+    if not count:
+        return
+    found = sorted((int(m[1]), p) for p in _entries(folder) if (m := _NAME.fullmatch(p.name)))
+    for _, path in found[:-count]:
+        gone = path.with_name(f".{path.name}.old")
+        shutil.rmtree(gone, ignore_errors=True)
+        path.rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)
+
+
 def latest_checkpoint(folder: Path) -> tuple[Checkpoint | None, list[str]]:
     """Return the last complete checkpoint of a folder, and the names of those passed over."""
     found = [(int(m[1]), p) for p in _entries(folder) if (m := _NAME.fullmatch(p.name))]
-    passed = [p.name for p in _entries(folder) if p.name.startswith(".step-")]
+    passed = [p.name for p in _entries(folder) if re.fullmatch(r"\.step-\d+\.tmp", p.name)]
     for _, path in sorted(found, reverse=True):
         try:
             return read_checkpoint(path), passed

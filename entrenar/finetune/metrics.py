@@ -42,13 +42,21 @@ class MetricsLog:
         path: The file.
         resume_step: Keep the rows up to this step, which a resumed run continues from; None
             starts an empty file.
+        evaluated: Of the held-out losses keep those up to this step; a later one is measured again.
     """
 
-    def __init__(self, path: Path, resume_step: int | None = None) -> None:
+    def __init__(
+        self, path: Path, resume_step: int | None = None, evaluated: int | None = None
+    ) -> None:
         self.path = path
         kept: list[dict[str, Any]] = []
         if resume_step is not None and path.exists():
-            kept = [row for row in read_metrics(path) if row["step"] <= resume_step]
+            last = resume_step if evaluated is None else evaluated
+            kept = [
+                row
+                for row in read_metrics(path)
+                if row["step"] <= (last if "eval_loss" in row else resume_step)
+            ]
         write_text(path, "".join(_line(row) for row in kept))
 
     def append(self, row: Mapping[str, Any]) -> dict[str, Any]:

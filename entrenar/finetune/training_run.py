@@ -8,7 +8,6 @@ rename, at the end.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,10 +17,17 @@ import numpy as np
 import torch
 
 from entrenar import __version__, runtime
-from entrenar.errors import CheckpointError, DataError, EntrenarError, NumericsError
+from entrenar.errors import CheckpointError, ConfigError, DataError, EntrenarError, NumericsError
 from entrenar.finetune.batching import Step, plan_steps, total_steps
+from entrenar.finetune.best import BestAdapter
 from entrenar.finetune.chat import Example
-from entrenar.finetune.checkpoint import Checkpoint, latest_checkpoint, write_checkpoint
+from entrenar.finetune.checkpoint import (
+    Checkpoint,
+    keep_last,
+    latest_checkpoint,
+    write_checkpoint,
+)
+from entrenar.finetune.drift import changes, fingerprint, model_fingerprint
 from entrenar.finetune.environment import describe_environment
 from entrenar.finetune.files import write_text
 from entrenar.finetune.instruct_pipeline import InstructBatchResult, InstructPipeline
@@ -33,7 +39,6 @@ from entrenar.finetune.schedule import LearningRate
 
 __all__ = ["RunResult", "TrainingRun"]
 
-_MAY_DIFFER = ("device", "checkpointing", "profile_interval")
 _GIVE_UP_AFTER = 20  # steps in a row that are not finite
 _ARENA = ("params", "m", "v", "step")
 
@@ -51,6 +56,8 @@ class RunResult:
         tokens: Tokens this process trained on.
         non_finite: Steps that changed nothing because they were not finite.
         interrupted: Whether it was stopped early; ``--resume`` continues it.
+        best_step: Step of the lowest held-out loss; None without held-out data.
+        best_loss: That loss.
         notices: What went differently from what was asked.
     """
 
@@ -62,6 +69,8 @@ class RunResult:
     tokens: int = 0
     non_finite: int = 0
     interrupted: bool = False
+    best_step: int | None = None
+    best_loss: float | None = None
     notices: list[str] = dataclasses.field(default_factory=list)
 
 
@@ -76,12 +85,17 @@ class TrainingRun:
         settings: What the command line adds to ``config.toml``.
         save_every: Steps between checkpoints; 0 writes none unless the run is stopped.
         eval_every: Steps between evaluations; 0 evaluates before and after only.
+        keep_checkpoints: Checkpoints that are kept, the newest; 0 keeps all.
+        patience: Evaluations in a row without a lower held-out loss after which the run ends; the adapter
+            is then that of the lowest. 0 never ends it early.
+        allow_drift: Resume although settings or data differ, and list in what.
         skipped: Samples that truncation left without a response, for the metrics.
         on_row: Called with each row of metrics as it is written.
         on_notice: Called with each of the result's notices as it arises.
 
     Raises:
         DataError: There is nothing to train on.
+        ConfigError: ``patience`` needs held-out data and ``eval_every``.
     """
 
     def __init__(
@@ -94,12 +108,20 @@ class TrainingRun:
         settings: Mapping[str, Any] | None = None,
         save_every: int = 0,
         eval_every: int = 0,
+        keep_checkpoints: int = 3,
+        patience: int = 0,
+        allow_drift: bool = False,
         skipped: int = 0,
         on_row: Callable[[Mapping[str, Any]], None] = lambda row: None,
         on_notice: Callable[[str], None] = lambda notice: None,
     ) -> None:
         if not train:
             raise DataError("there are no samples to train on", "give at least one")
+        if patience and not (heldout and eval_every):
+            raise ConfigError(
+                f"patience is {patience}, but nothing is evaluated while training",
+                "hold samples out (--eval-data or --eval-fraction) and say --eval-every",
+            )
         self.pipeline = pipeline
         self.config = pipeline.config
         self.train = train
@@ -108,6 +130,10 @@ class TrainingRun:
         self.settings = dict(settings or {})
         self.save_every = save_every
         self.eval_every = eval_every
+        self.keep_checkpoints = keep_checkpoints
+        self.best = BestAdapter(folder.checkpoints, patience)
+        self.allow_drift = allow_drift
+        self._data = fingerprint(train)
         self.skipped = skipped
         self.on_row = on_row
         self.on_notice = on_notice
@@ -121,6 +147,7 @@ class TrainingRun:
         self.schedule = LearningRate.from_config(self.config, self.total_steps)
         self.result = RunResult(total_steps=self.total_steps)
         self._stop = self._stopped = False
+        self._evaluated = 0  # the last step whose held-out loss is known
         self._log: MetricsLog | None = None
 
     def stop(self) -> None:
@@ -144,9 +171,11 @@ class TrainingRun:
         self._begin(found)
         if found is None:
             self.result.eval_before = self._evaluate(0, 0.0)
+        if self._is_due(self.result.steps) and self._is_unfinished:
+            self._evaluate(self.result.steps, self._last_epoch())  # the stop came before it
         if not self._agree_to_stop():
             self._steps()
-        if self._stopped and self.result.steps < self.total_steps:
+        if self._stopped and self._is_unfinished:
             self.result.interrupted = True
             if self.result.steps:
                 self._save(self.result.steps)
@@ -154,6 +183,10 @@ class TrainingRun:
             self._finish()
         self.result.seconds = time.perf_counter() - started
         return self.result
+
+    @property
+    def _is_unfinished(self) -> bool:
+        return self.result.steps < self.total_steps and not self.best.is_exhausted
 
     def _agree_to_stop(self) -> bool:
         """Whether any rank was asked to stop; all ranks ask at the same places."""
@@ -179,28 +212,15 @@ class TrainingRun:
             if kept is not None:
                 self._notice(f"the damaged checkpoints and the metrics were kept in {kept}")
             return None
-        mine, theirs = self.config.to_dict(), found.state["config"]
-        changed = [
-            f"{name} was {theirs.get(name)!r}, now {value!r}"
-            for name, value in mine.items()
-            if theirs.get(name) != value and name not in _MAY_DIFFER
-        ]
-        if changed:
+        drift = changes(self._identity(), found.state)
+        if drift and not self.allow_drift:
             raise CheckpointError(
-                f"{found.path} is of a run with other settings: {'; '.join(changed)}",
-                "resume with the same settings, or start a new run with --overwrite",
+                f"{found.path} is of a run that differs: {'; '.join(drift)}",
+                "resume with the same settings and data, say --allow-drift to go on all the same, or start "
+                "a new run with --overwrite",
             )
-        if found.state.get("ranks", 1) != self.ranks.world:
-            raise CheckpointError(
-                f"{found.path} is of a run with {found.state.get('ranks', 1)} ranks, this one has "
-                f"{self.ranks.world}",
-                "resume with as many processes, or start a new run with --overwrite",
-            )
-        if found.state["data"] != self._fingerprint() or found.state["total"] != self.total_steps:
-            raise CheckpointError(
-                f"{found.path} is of a run on other data",
-                "resume with the same data file, or start a new run with --overwrite",
-            )
+        for change in drift:
+            self._notice(f"continued although {change}")
         return found
 
     def _check_alike(self, found: Checkpoint | None) -> None:
@@ -223,7 +243,8 @@ class TrainingRun:
         self.folder.begin(self.config, self.settings)
         environment = describe_environment(self.pipeline.device)
         write_text(self.folder.environment, json.dumps(environment, indent=2) + "\n")
-        self._log = MetricsLog(self.folder.metrics, None if found is None else found.step)
+        step = None if found is None else found.step
+        self._log = MetricsLog(self.folder.metrics, step, self._evaluated)
 
     def _restore(self, found: Checkpoint) -> None:
         for name in _ARENA:
@@ -241,6 +262,10 @@ class TrainingRun:
         self.result.steps = found.step
         self.result.eval_before = found.state["eval_before"]
         self.result.non_finite = found.state["non_finite"]
+        self._evaluated = found.state.get("evaluated", found.step)
+        self.best.restore(found.state.get("best", self.best.state()))
+        if self.ranks.leads:
+            self.best.forget(but=self.best.step)
         self._notice(f"continued from {found.path} after step {found.step}")
 
     # steps
@@ -248,7 +273,7 @@ class TrainingRun:
     def _steps(self) -> None:
         in_a_row = 0
         plan = plan_steps(self.lengths, self._plan, start=self.result.steps)
-        while self.result.steps < self.total_steps and not self._agree_to_stop():
+        while self._is_unfinished and not self._agree_to_stop():
             epoch, step = next(plan)
             outcome = self._step(epoch, step)
             in_a_row = in_a_row + 1 if outcome.non_finite else 0
@@ -262,10 +287,14 @@ class TrainingRun:
                     "lower --learning-rate, or use --dtype float32",
                 )
             last = done == self.total_steps
-            if self.eval_every and done % self.eval_every == 0 and not last:
+            if self._is_due(done) and not last:
                 self._evaluate(done, epoch)
             if self.save_every and done % self.save_every == 0:
                 self._save(done)
+
+    def _is_due(self, step: int) -> bool:
+        """Whether the held-out samples are to be evaluated after a step and were not yet."""
+        return bool(self.eval_every) and step % self.eval_every == 0 and self._evaluated < step
 
     def _step(self, epoch: float, step: Step) -> InstructBatchResult:
         started = time.perf_counter()
@@ -304,6 +333,7 @@ class TrainingRun:
         )
         if self._agree_to_stop() and step < self.total_steps:
             return None  # of some of the samples only
+        self._evaluated = step
         if self.ranks.world > 1:
             loss = summed / counted if counted else 0.0
             outcome = dataclasses.replace(outcome, avg_loss=loss, perplexity=perplexity(loss))
@@ -314,6 +344,8 @@ class TrainingRun:
             perplexity=outcome.perplexity,
             peak_memory_bytes=runtime.peak_memory_bytes(self.pipeline.device),
         )
+        if step and self.best.see(step, outcome.avg_loss) and self.ranks.leads:
+            self.best.write(self.pipeline.save_adapter)
         return outcome.avg_loss
 
     def _write(self, **row: Any) -> None:
@@ -333,16 +365,17 @@ class TrainingRun:
         }
         state = {
             "entrenar": __version__,
-            "config": self.config.to_dict(),
-            "data": self._fingerprint(),
-            "total": self.total_steps,
-            "ranks": self.ranks.world,
+            **self._identity(),
+            "best": self.best.state(),
+            "evaluated": self._evaluated,
             "eval_before": self.result.eval_before,
             "non_finite": self.result.non_finite,
             # Shuffling and dropout are functions of these two alone: no generator has a state.
             "random": {"seed": self.config.seed, "step": step},
         }
         write_checkpoint(self.folder.checkpoints, step, arena, state, self.pipeline.save_adapter)
+        keep_last(self.folder.checkpoints, self.keep_checkpoints)
+        self.best.forget(but=self.best.step)
 
     def _finish(self) -> None:
         done = self.result.steps
@@ -353,15 +386,39 @@ class TrainingRun:
                 "lower --learning-rate, or use --dtype float32",
             )
         self._stop = False  # what is left is worth finishing
-        epoch = self._last_epoch()
-        self.result.eval_after = self._evaluate(done, epoch)
+        if self.best.is_exhausted:
+            self.result.eval_after = self._end_early()
+        else:
+            self.result.eval_after = self._evaluate(done, self._last_epoch())
+            if self.ranks.leads:
+                self.pipeline.save_adapter(self.folder.adapter)
+        self.result.best_step, self.result.best_loss = self.best.step, self.best.loss
+        before, best = self.result.eval_before, self.best.loss
+        if before is not None and best is not None and best >= before:
+            self._notice(
+                f"no held-out loss was below the base model's: {best:.4f} at best, {before:.4f} before"
+            )
         if not self.ranks.leads:
             return
-        self.pipeline.save_adapter(self.folder.adapter)
+        # the last step's lies in adapter/ already
+        self.best.forget(but=None if self.best.step == done else self.best.step)
         try:
             plot_loss(read_metrics(self.folder.metrics), self.folder.plot, self.folder.path.name)
         except EntrenarError as error:
             self._notice(f"loss.png was not drawn: {error}")
+
+    def _end_early(self) -> float | None:
+        """Give the run the best adapter, which the patience was spent on; return its loss."""
+        best = self.best
+        self._notice(
+            f"stopped after step {self.result.steps}: the held-out loss was not below {best.loss:.4f}, that of "
+            f"step {best.step}, in {best.without} evaluations; the adapter is that step's"
+        )
+        assert best.path is not None  # patience runs out after an evaluation at least
+        self.pipeline.load_adapter(best.path)
+        if self.ranks.leads:
+            self.pipeline.save_adapter(self.folder.adapter)
+        return best.loss
 
     def _last_epoch(self) -> float:
         if not self.ranks.leads:
@@ -369,10 +426,13 @@ class TrainingRun:
         rows = [row for row in read_metrics(self.folder.metrics) if "epoch" in row]
         return float(rows[-1]["epoch"]) if rows else 0.0
 
-    def _fingerprint(self) -> str:
-        digest = hashlib.sha256()
-        for example in self.train:
-            digest.update(len(example).to_bytes(8, "little"))
-            digest.update(example.ids.tobytes())
-            digest.update(example.is_response.tobytes())
-        return digest.hexdigest()
+    def _identity(self) -> dict[str, Any]:
+        """Return what a run that continues this one must share with it."""
+        return {
+            "config": self.config.to_dict(),
+            "data": self._data,
+            "samples": len(self.train),
+            "model": model_fingerprint(self.pipeline.model.config),
+            "total": self.total_steps,
+            "ranks": self.ranks.world,
+        }

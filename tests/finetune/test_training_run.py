@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import math
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +48,8 @@ def make(
     heldout: list[Example] = HELD,
     **more: Any,
 ) -> TrainingRun:
-    options = {k: more.pop(k) for k in ("save_every", "eval_every", "on_row") if k in more}
+    names = ("save_every", "eval_every", "on_row", "keep_checkpoints", "patience", "allow_drift")
+    options = {k: more.pop(k) for k in names if k in more}
     pipeline = InstructPipeline.from_pretrained(model, InstructConfig(**{**SETTINGS, **more}))
     return TrainingRun(pipeline, train, heldout, folder=RunFolder(folder), **options)
 
@@ -130,6 +133,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(
 
 RESUME_SCRIPT = """
 import sys
+from collections.abc import Callable
 from pathlib import Path
 sys.path.insert(0, sys.argv[4])
 import importlib.util
@@ -177,9 +181,139 @@ def test_other_settings_or_data_are_not_resumed(tiny_model: Path, tmp_path: Path
         make(tiny_model, tmp_path, learning_rate=2e-2).run(resume=True)
     with pytest.raises(CheckpointError, match="epochs was 3, now 4"):
         make(tiny_model, tmp_path, epochs=4).run(resume=True)
-    with pytest.raises(CheckpointError, match="other data"):
+    with pytest.raises(CheckpointError, match="other data: 10 samples then, 9 now"):
         make(tiny_model, tmp_path, train=TRAIN[:9]).run(resume=True)
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 4
+
+
+def test_the_newest_checkpoints_are_kept(tiny_model: Path, tmp_path: Path) -> None:
+    for keep, wanted in ((2, [8, 9]), (0, list(range(1, 10))), (1, [9])):
+        folder = tmp_path / str(keep)
+        make(tiny_model, folder, heldout=[], save_every=1, keep_checkpoints=keep).run()
+        names = sorted(p.name for p in (folder / "checkpoints").iterdir())
+        assert names == [f"step-{step:06d}" for step in wanted]
+
+
+def test_a_save_that_fails_removes_nothing(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = checkpoint_module.save_file
+    done: list[Path] = []
+
+    def failing(tensors: Any, path: Path) -> None:
+        done.append(path)
+        if len(done) == 3:
+            raise OSError(28, "No space left on device")
+        original(tensors, path)
+
+    monkeypatch.setattr(checkpoint_module, "save_file", failing)
+    with pytest.raises(CheckpointError, match="No space left"):
+        make(tiny_model, tmp_path, heldout=[], save_every=1, keep_checkpoints=2).run()
+    names = sorted(p.name for p in (tmp_path / "checkpoints").iterdir())
+    assert names == ["step-000001", "step-000002"]
+
+
+def with_losses(monkeypatch: pytest.MonkeyPatch, losses: dict[int, float]) -> None:
+    """Let evaluations see these losses by step."""
+    original = InstructPipeline.evaluate_examples
+
+    def told(self: InstructPipeline, *arguments: Any, **options: Any) -> Any:
+        outcome = original(self, *arguments, **options)
+        return dataclasses.replace(outcome, avg_loss=losses[self.steps])
+
+    monkeypatch.setattr(InstructPipeline, "evaluate_examples", told)
+
+
+LOSSES = {0: 5.0, 1: 4.0, 2: 3.0, 3: 3.5, 4: 3.0, 5: 9.0, 6: 2.0, 7: 8.0, 8: 8.0, 9: 8.0}
+
+
+def test_patience_ends_a_run_with_its_best_adapter(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_losses(monkeypatch, LOSSES)
+    make(tiny_model, tmp_path / "two", save_every=1, keep_checkpoints=0, heldout=[], epochs=3).run()
+    result = make(tiny_model, tmp_path / "run", eval_every=1, patience=3).run()
+    assert (result.steps, result.interrupted) == (5, False)  # 3.5, 3.0 and 9.0 are not below 3.0
+    assert (result.best_step, result.best_loss, result.eval_after) == (2, 3.0, 3.0)
+    assert any("stopped after step 5" in n and "step 2" in n for n in result.notices)
+    (best,) = (tmp_path / "run" / "checkpoints").iterdir()
+    assert best.name == "best-000002"
+    kept = (best / "adapter" / "adapter_model.safetensors").read_bytes()
+    assert kept == adapter(tmp_path / "run")
+    second = tmp_path / "two" / "checkpoints" / "step-000002" / "adapter"
+    assert kept == (second / "adapter_model.safetensors").read_bytes()
+
+
+def test_without_patience_the_last_adapter_is_the_runs_and_the_best_is_beside_it(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_losses(monkeypatch, LOSSES)
+    result = make(tiny_model, tmp_path, eval_every=1).run()
+    assert (result.steps, result.best_step, result.eval_after) == (9, 6, 8.0)
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["best-000006"]
+    best = tmp_path / "checkpoints" / "best-000006" / "adapter" / "adapter_model.safetensors"
+    assert best.read_bytes() != adapter(tmp_path)
+
+
+@pytest.mark.parametrize("stop", [1, 3, 4])
+def test_patience_and_best_survive_a_stop(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: int
+) -> None:
+    with_losses(monkeypatch, LOSSES)
+    options: dict[str, Any] = {"eval_every": 1, "patience": 3}
+    make(tiny_model, tmp_path / "whole", **options).run()
+    assert stopped_after(stop, tiny_model, tmp_path / "parts", **options).interrupted
+    result = make(tiny_model, tmp_path / "parts", **options).run(resume=True)
+    assert (result.steps, result.best_step) == (5, 2)
+    assert adapter(tmp_path / "parts") == adapter(tmp_path / "whole")
+
+
+def test_a_best_adapter_that_is_no_better_than_the_base_is_said(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_losses(monkeypatch, {step: 5.0 + (step > 0) for step in range(10)})
+    result = make(tiny_model, tmp_path, eval_every=3).run()
+    assert any("no held-out loss was below the base model's" in n for n in result.notices)
+
+
+def test_patience_needs_evaluations(tiny_model: Path, tmp_path: Path) -> None:
+    for options in ({"heldout": [], "eval_every": 1}, {"eval_every": 0}):
+        with pytest.raises(ConfigError, match="patience is 2, but nothing is evaluated"):
+            make(tiny_model, tmp_path, patience=2, **options)
+
+
+def test_drift_that_is_allowed_is_listed(tiny_model: Path, tmp_path: Path) -> None:
+    """https://github.com/vllm-project/speculators/issues/900: more steps are asked for and logged."""
+    stopped_after(3, tiny_model, tmp_path)
+    changed: dict[str, Any] = {"epochs": 4, "learning_rate": 2e-2, "train": TRAIN[:9]}
+    with pytest.raises(CheckpointError, match="--allow-drift"):
+        make(tiny_model, tmp_path, **changed).run(resume=True)
+    run = make(tiny_model, tmp_path, allow_drift=True, **changed)
+    result = run.run(resume=True)
+    assert result.steps == result.total_steps == 12
+    for what in (
+        "learning_rate was 0.01, now 0.02",
+        "epochs was 3, now 4",
+        "10 samples then, 9 now",
+    ):
+        assert any(f"continued although {what}" in n or what in n for n in result.notices), what
+    rows = [row for row in read_metrics(tmp_path / "metrics.jsonl") if "loss" in row]
+    assert [row["learning_rate"] for row in rows[3:]] == [run.schedule.at(n) for n in range(3, 12)]
+
+
+def test_what_cannot_drift_is_refused_all_the_same(tiny_model: Path, tmp_path: Path) -> None:
+    stopped_after(3, tiny_model, tmp_path)
+    with pytest.raises(CheckpointError, match="belongs to other adapters"):
+        make(tiny_model, tmp_path, allow_drift=True, lora_rank=8).run(resume=True)
+
+
+def test_another_base_model_is_drift(
+    tiny_model: Path, make_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    stopped_after(3, tiny_model, tmp_path)
+    other = make_model(rope_theta=20_000.0)
+    with pytest.raises(CheckpointError, match="the base model has another config"):
+        make(other, tmp_path).run(resume=True)
 
 
 def test_a_crash_while_saving_leaves_the_older_checkpoint(
