@@ -40,6 +40,7 @@ __all__ = [
     "ptx_target",
     "require",
     "resolve_device",
+    "total_memory_bytes",
     "triton_available",
 ]
 
@@ -329,3 +330,10 @@ def available_memory_bytes(device: str = "cpu") -> int:
         with open("/sys/fs/cgroup/memory.current", encoding="ascii") as file:
             found.append(max(limit - int(file.read()), 0))
     return min(found, default=4 << 30)
+
+
+def total_memory_bytes(device: str) -> int:
+    """Return all memory of a GPU, or of the part of it that this process sees."""
+    import torch
+
+    return int(torch.cuda.mem_get_info(device)[1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from pathlib import Path
@@ -45,6 +46,8 @@ def guard_for(
     card = card_in_use(device)
     if card is None:
         return None
+    if card.total_bytes is None:  # a part of a card, of which the driver's tool gives no size
+        card = dataclasses.replace(card, total_bytes=runtime.total_memory_bytes(device))
     found = open_checkpoint(model).config
     shapes = linear_shapes(found)
     targets = {name: shapes[name] for name in match_targets(shapes, config.target_modules)}

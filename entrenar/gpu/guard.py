@@ -66,8 +66,10 @@ class VramGuard:
 
         Raises:
             VramFullError: It did not fit, at once or until the wait was over.
-            VramError: The ledger cannot be read or written.
+            VramError: The ledger cannot be read or written, or the guard was entered already.
         """
+        if self._held is not None:
+            raise VramError("this guard holds memory already", "make another guard for more")
         deadline = self._clock() + self._wait_s
         pause = _FIRST_WAIT_S
         while True:

@@ -100,6 +100,18 @@ def test_a_run_reserves_before_it_loads_and_gives_back(
     assert VramLedger(CARD).reservations() == ()
 
 
+def test_a_part_of_a_card_has_the_size_that_torch_sees(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from entrenar import InstructConfig
+
+    monkeypatch.setattr(reserving, "card_in_use", lambda device: Card("MIG-1234"))
+    monkeypatch.setattr(reserving.runtime, "total_memory_bytes", lambda device: 1000)
+    guard = reserving.guard_for(InstructConfig(), tiny_model, "cpu", task="run")
+    assert guard is not None
+    assert guard.ledger.budget_bytes == 850
+
+
 def test_a_run_that_does_not_fit_says_who_holds_the_card(
     capsys: pytest.CaptureFixture[str], tiny_model: Path, pairs_file: Path, tmp_path: Path
 ) -> None:

@@ -55,6 +55,16 @@ def test_an_error_inside_gives_back(ledger: VramLedger) -> None:
     assert ledger.reservations() == ()
 
 
+def test_a_guard_is_entered_once_at_a_time(ledger: VramLedger) -> None:
+    guard = VramGuard(ledger, 100, "run")
+    with guard:
+        with pytest.raises(VramError, match="holds memory already"):
+            guard.__enter__()
+        assert [held.bytes for held in ledger.reservations()] == [100]
+    with guard:
+        assert [held.bytes for held in ledger.reservations()] == [100]
+
+
 def test_no_wait_is_one_try(ledger: VramLedger) -> None:
     ledger.reserve(600, "other")
     time = Time()
