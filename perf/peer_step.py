@@ -70,18 +70,20 @@ def train(path: Path, tokens: int, steps: int, dense: bool) -> dict[str, Any]:
     ids = torch.from_numpy(numbers)
     labels = ids.clone()
     labels[:, : tokens // 2] = -100
-    times, losses = [], []
+    times, used, losses = [], [], []
     for _ in range(steps):
-        start = time.perf_counter()
+        start, before = time.perf_counter(), time.process_time()
         loss = model(input_ids=ids, labels=labels).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimiser.step()
         optimiser.zero_grad()
         times.append(time.perf_counter() - start)
+        used.append(time.process_time() - before)
         losses.append(float(loss.detach()))
     step = statistics.median(times[1:])
-    return {"step_s": step, "tokens_per_s": tokens / step, "losses": losses}
+    cpu = statistics.median(used[1:])
+    return {"step_s": step, "cpu_s": cpu, "tokens_per_s": tokens / step, "losses": losses}
 
 
 def generate(path: Path, tokens: int, new: int, dense: bool) -> dict[str, Any]:

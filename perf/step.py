@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import multiprocessing
-import resource
 import statistics
 import sys
 import time
@@ -95,11 +94,6 @@ def _floor_in_child(shapes: list[tuple[int, int, int]]) -> float:
         return pool.submit(floor_seconds, shapes).result()
 
 
-def _cpu_seconds() -> float:
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
-
-
 def measure(model: Path, tokens: int, steps: int, *, dense: bool = False) -> dict[str, Any]:
     """Run ``steps`` training steps and return the figures of the report.
 
@@ -123,10 +117,10 @@ def measure(model: Path, tokens: int, steps: int, *, dense: bool = False) -> dic
     pair = (ids[: tokens // 2], ids[tokens // 2 :])
     times, cpu_times, losses = [], [], []
     for _ in range(steps):
-        start, before = time.perf_counter(), _cpu_seconds()
+        start, before = time.perf_counter(), time.process_time()
         losses.append(pipeline.train_step(*pair).loss)
         times.append(time.perf_counter() - start)
-        cpu_times.append(_cpu_seconds() - before)
+        cpu_times.append(time.process_time() - before)
         if len(times) == 1:
             to_first_step = time.perf_counter() - begin
     with runtime.counting() as counts:

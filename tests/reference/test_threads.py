@@ -15,6 +15,7 @@ from entrenar.cpu import (
     cross_entropy,
     gemm,
     lora,
+    nf4,
     nf4_gemm,
     rms_norm,
     rope,
@@ -184,6 +185,10 @@ def _calls() -> dict[str, Callable[[], Any]]:
         "nf4_gemm_forward": lambda: nf4_gemm.nf4_gemm_forward(rows, w),
         "nf4_gemm_few": lambda: nf4_gemm.nf4_gemm_forward(rows[:1], small),
         "nf4_gemm_backward": lambda: nf4_gemm.nf4_gemm_backward(_rows(150, 300), w),
+        "nf4_quantize": lambda: (
+            (made := nf4.nf4_quantize(_rows(300, 1024))).codes,
+            made.absmax,
+        ),
         "rms_norm_forward": lambda: rms_norm.rms_norm_forward(rows, norm, 1e-5, rows),
         "rms_norm_backward": lambda: rms_norm.rms_norm_backward(rows, rows, norm, rstd, rows),
         "rope_forward": lambda: rope.rope_forward(x.copy(), z.copy(), angles, angles, places),
@@ -204,6 +209,7 @@ def test_functions_on_several_threads(name: str, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(threads, "LEAST_FLOPS", 1)
     monkeypatch.setattr(threads, "LEAST_VALUES", 1)
     monkeypatch.setattr(rms_norm, "_PIECE", 1000)
+    monkeypatch.setattr(nf4, "PIECE", 1024)
     first = call()
     for one, alone in zip(_tuple(first), _tuple(wanted), strict=True):
         # BLAS adds in another order where a product has another shape
