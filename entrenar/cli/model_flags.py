@@ -12,36 +12,69 @@ __all__ = ["add_model_flags", "add_sampling_flags", "load", "sampling"]
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags that :func:`load` reads."""
-    parser.add_argument("--model", metavar="PATH", help="a Hugging Face folder or a GGUF file")
     parser.add_argument(
-        "--adapter", metavar="DIR", help="an adapter folder; its base where --model is not given"
+        "--model",
+        metavar="PATH",
+        help="a Hugging Face folder or a GGUF file (default: the base that the adapter names)",
     )
+    parser.add_argument("--adapter", metavar="DIR", help="an adapter folder (default: none)")
     parser.add_argument(
         "--quantize-nf4", action="store_true", help="hold the weights in 4 bits (NF4)"
     )
     parser.add_argument("--double-quant", action="store_true", help="quantise NF4's scales too")
-    parser.add_argument("--dtype", default="auto", metavar="WORD", help="default auto")
-    parser.add_argument("--device", default="auto", metavar="WORD", help="default auto")
+    parser.add_argument(
+        "--dtype",
+        default="auto",
+        metavar="WORD",
+        help="storage of weights: auto (float32 on a CPU, else bfloat16), float32, bfloat16, float16",
+    )
+    parser.add_argument(
+        "--device", default="auto", metavar="WORD", help="auto, cpu, cuda or cuda:N"
+    )
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags that :func:`sampling` reads."""
-    parser.add_argument("--system", metavar="TEXT", help="instructions before the conversation")
-    parser.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="default 256")
+    parser.add_argument(
+        "--system", metavar="TEXT", help="instructions before the conversation (default: none)"
+    )
+    parser.add_argument(
+        "--max-new-tokens", type=int, default=256, metavar="N", help="tokens of an answer at most"
+    )
     parser.add_argument(
         "--temperature",
         type=float,
         default=0.7,
         metavar="X",
-        help="0 takes the likeliest; default 0.7",
+        help="divides the logits; 0 takes the likeliest token",
     )
-    parser.add_argument("--top-k", type=int, default=50, metavar="N", help="0 is off; default 50")
-    parser.add_argument("--top-p", type=float, default=1.0, metavar="X", help="1 is off; default 1")
-    parser.add_argument("--min-p", type=float, default=0.0, metavar="X", help="0 is off; default 0")
     parser.add_argument(
-        "--repetition-penalty", type=float, default=1.0, metavar="X", help="1 is off; default 1"
+        "--top-k", type=int, default=50, metavar="N", help="draw among the N likeliest; 0 is off"
     )
-    parser.add_argument("--seed", type=int, metavar="N", help="repeat the same answer")
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="draw among the likeliest that together have probability X; 1 is off",
+    )
+    parser.add_argument(
+        "--min-p",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="draw among those with at least X times the likeliest's probability; 0 is off",
+    )
+    parser.add_argument(
+        "--repetition-penalty",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="lowers tokens that the text has already; 1 is off",
+    )
+    parser.add_argument(
+        "--seed", type=int, metavar="N", help="repeat the same answer (default: another each time)"
+    )
 
 
 def load(arguments: argparse.Namespace) -> tuple[Any, Any]:

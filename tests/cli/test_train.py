@@ -11,7 +11,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +21,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from entrenar.cli import main
-from entrenar.cli.parser import build_parser, parse
+from entrenar.cli.arguments import COMMANDS
+from entrenar.cli.parser import parse
 from entrenar.finetune.config import InstructConfig
 from entrenar.finetune.metrics import read_metrics
 
@@ -430,17 +430,21 @@ def test_a_terminal_of_another_encoding(tiny_model: Path, pairs_file: Path, tmp_
 def test_help_is_quick_and_needs_no_torch() -> None:
     """https://github.com/deepseek-ai/DeepSeek-R1/issues/493"""
     code = (
-        "import sys; from entrenar.cli import main\n"
-        "try:\n    main(['train', '--help'])\nexcept SystemExit as e:\n    assert e.code == 0\n"
-        "assert 'torch' not in sys.modules and 'triton' not in sys.modules"
+        "import sys, time\nfrom entrenar.cli import main\n"
+        "for command in sys.argv[1:]:\n"
+        "    try:\n        main([command, '--help'])\n"
+        "    except SystemExit as e:\n        assert e.code == 0\n"
+        "assert 'torch' not in sys.modules and 'triton' not in sys.modules\n"
+        # the processor's time of this process alone: others share the machine
+        "assert time.process_time() < 2, time.process_time()"
     )
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    started = time.process_time()
+    names = [name for name, *_ in COMMANDS]
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, check=False
-    )
+        [sys.executable, "-c", code, *names],
+        cwd=ROOT, env=env, capture_output=True, text=True, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert time.process_time() - started < 2
     assert "--gradient-clip-norm X" in done.stdout
     assert "(default q_proj,v_proj)" in done.stdout
 
@@ -489,17 +493,3 @@ def test_the_oldest_torch_is_that_of_the_package() -> None:
 
     stated = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     assert f"torch>={'.'.join(map(str, cli.OLDEST_TORCH))}" in stated
-
-
-def test_every_command_listed_exists() -> None:
-    import importlib
-
-    from entrenar.cli.parser import _COMMANDS
-
-    names = [name for name, _, _ in _COMMANDS]
-    assert names == [
-        "train", "demo", "evaluate", "generate", "chat", "merge", "inspect", "estimate", "plot",
-        "vram", "doctor",
-    ]  # fmt: skip
-    assert all(callable(importlib.import_module(f"entrenar.cli.{name}").run) for name in names)
-    assert build_parser().prog == "entrenar"
