@@ -99,6 +99,15 @@ def test_every_spelling_that_triton_accepts_is_understood(
     assert runtime.interpreting_requested()
 
 
+@pytest.mark.parametrize("value", ["", "0", "false", "off"])
+def test_other_values_do_not_ask_for_interpreting(
+    monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    # https://github.com/triton-lang/triton/issues/4317
+    monkeypatch.setenv("TRITON_INTERPRET", value)
+    assert not runtime.interpreting_requested()
+
+
 def test_import_is_quick_and_touches_no_device() -> None:
     # https://github.com/deepseek-ai/DeepSeek-R1/issues/493
     code = (
@@ -107,6 +116,22 @@ def test_import_is_quick_and_touches_no_device() -> None:
         "assert not {'torch', 'triton', 'numpy'} & set(sys.modules)"
     )
     done = run(code)
+    assert done.returncode == 0, done.stderr
+
+
+def test_kernels_are_imported_without_asking_a_driver() -> None:
+    # https://github.com/deepseek-ai/DeepSeek-R1/issues/493
+    pytest.importorskip("triton")
+    # without a GPU the first question to the driver raises; with one, no context may have been made
+    code = (
+        "import importlib, pkgutil, torch, entrenar.kernels\n"
+        "names = [m.name for m in pkgutil.iter_modules(entrenar.kernels.__path__)]\n"
+        "assert len(names) > 15\n"
+        "for name in names: importlib.import_module('entrenar.kernels.' + name)\n"
+        "from triton.runtime import driver\n"
+        "assert driver._active is None and not torch.cuda.is_initialized()"
+    )
+    done = run(code, CUDA_VISIBLE_DEVICES="", TRITON_INTERPRET="")
     assert done.returncode == 0, done.stderr
 
 

@@ -47,15 +47,23 @@ class GenerateConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "top_k", self.top_k or 0)
+        for name in ("max_new_tokens", "top_k"):
+            _whole(name, getattr(self, name), "a whole number, 0 or more")
+        if self.seed is not None:
+            _whole("seed", self.seed, "a whole number, 0 or more, or None")
+        temperature, penalty = (
+            _number(name, getattr(self, name)) for name in ("temperature", "repetition_penalty")
+        )
+        _check("temperature", temperature, temperature >= 0, "a finite number, 0 or more")
+        _check("top_p", self.top_p, 0 < _number("top_p", self.top_p) <= 1, "more than 0, at most 1")
+        good = 0 <= _number("min_p", self.min_p) < 1
+        _check("min_p", self.min_p, good, "0 (off) or more, below 1")
+        _check("repetition_penalty", penalty, penalty > 0, "a finite number above 0")
+        if isinstance(self.stop_tokens, str | int):
+            _check("stop_tokens", repr(self.stop_tokens), False, "a list of token ids")
         object.__setattr__(self, "stop_tokens", tuple(self.stop_tokens))
-        _check("max_new_tokens", self.max_new_tokens, self.max_new_tokens >= 0, "0 or more")
-        good = math.isfinite(self.temperature) and self.temperature >= 0
-        _check("temperature", self.temperature, good, "a finite number, 0 or more")
-        _check("top_k", self.top_k, (self.top_k or 0) >= 0, "0 (off) or more")
-        _check("top_p", self.top_p, 0 < self.top_p <= 1, "more than 0, at most 1")
-        _check("min_p", self.min_p, 0 <= self.min_p < 1, "0 (off) or more, below 1")
-        good = math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0
-        _check("repetition_penalty", self.repetition_penalty, good, "a finite number above 0")
+        for token in self.stop_tokens:
+            _whole("stop_tokens", token, "token ids, whole numbers of 0 or more")
 
     @property
     def greedy(self) -> bool:
@@ -81,6 +89,17 @@ class GenerateResult:
 def _check(name: str, value: object, good: bool, wanted: str) -> None:
     if not good:
         raise ConfigError(f"GenerateConfig: {name} is {value}, wanted {wanted}", "")
+
+
+def _whole(name: str, value: object, wanted: str) -> None:
+    good = isinstance(value, int | np.integer) and not isinstance(value, bool) and value >= 0
+    _check(name, value, bool(good), wanted)
+
+
+def _number(name: str, value: object) -> float:
+    good = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+    _check(name, value, good and math.isfinite(float(value)), "a finite number")  # type: ignore[arg-type]
+    return float(value)  # type: ignore[arg-type]
 
 
 def sample_token(

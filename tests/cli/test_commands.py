@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import sys
@@ -14,6 +15,9 @@ import pytest
 from entrenar import Transformer
 from entrenar.cli import main
 from entrenar.cli.console import count, duration, gibibytes
+from entrenar.cli.model_flags import sampling
+from entrenar.cli.parser import parse
+from entrenar.transformer.sampling import GenerateConfig
 
 
 @pytest.fixture(scope="module")
@@ -257,3 +261,60 @@ def test_units() -> None:
     assert gibibytes(2**20) == "1.0 MiB"
     assert duration(59.6) == "1:00"
     assert duration(3725) == "1:02:05"
+
+
+def test_every_sampling_flag_reaches_the_draw() -> None:
+    def settings(*flags: str) -> dict[str, Any]:
+        _, arguments = parse(["generate", "--prompt", "a", *flags])
+        return dataclasses.asdict(sampling(arguments))
+
+    plain = settings()
+    assert plain == dataclasses.asdict(GenerateConfig())
+    for flag, text, value in (
+        ("max-new-tokens", "3", 3),
+        ("temperature", "0", 0.0),
+        ("top-k", "0", 0),
+        ("top-k", "1", 1),
+        ("top-p", "0.5", 0.5),
+        ("min-p", "0.25", 0.25),
+        ("repetition-penalty", "1.5", 1.5),
+        ("seed", "7", 7),
+    ):
+        changed = settings("--" + flag, text)
+        assert changed == {**plain, flag.replace("-", "_"): value}
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [["--temperature", "nan"], ["--temperature", "-1"], ["--top-p", "0"], ["--seed", "-1"]],
+)
+def test_a_senseless_sampling_flag_is_refused_before_the_model_is_read(
+    capsys: pytest.CaptureFixture[str], flags: list[str]
+) -> None:
+    """https://github.com/google-deepmind/gemma/issues/562"""
+    assert main(["generate", "--model", "nowhere", "--prompt", "a", *flags]) == 2
+    assert flags[0].removeprefix("--").replace("-", "_") in capsys.readouterr().err
+
+
+def test_logits_that_are_not_finite_end_generation(
+    capsys: pytest.CaptureFixture[str], tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """https://github.com/robertknight/rten/issues/1089"""
+
+    def broken(self: Transformer, ids: Any, cache: Any) -> Any:
+        return np.full(self.config.vocab_size, np.nan, np.float32)
+
+    monkeypatch.setattr(Transformer, "next_logits", broken)
+    arguments = ["generate", "--model", str(tiny_model), "--device", "cpu", "--prompt", "a"]
+    for temperature in ("0", "1"):
+        assert main([*arguments, "--temperature", temperature]) == 1
+        assert "step 0: non-finite logits" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("prompt", ["", "   ", "\n"])
+def test_an_empty_prompt_is_refused(
+    capsys: pytest.CaptureFixture[str], tiny_model: Path, prompt: str
+) -> None:
+    """https://github.com/huggingface/transformers/issues/3678"""
+    assert main(["generate", "--model", str(tiny_model), "--prompt", prompt]) == 2
+    assert "--prompt is missing or empty" in capsys.readouterr().err

@@ -25,6 +25,7 @@ from entrenar.kernels.nf4_weight import NF4Weight
 from entrenar.lora import LoraAdapters, LoraConfig
 from entrenar.transformer.config import TransformerConfig
 from entrenar.transformer.families import FAMILIES
+from entrenar.transformer.generation import GenerateConfig, generate
 from entrenar.transformer.model import Transformer
 
 IDS = np.array([[3, 1, 4, 1, 5, 9, 2, 6], [5, 3, 5, 8, 9, 7, 9, 3]])
@@ -251,10 +252,21 @@ def test_packed_rows_equal_single_runs(
 def test_an_end_of_text_in_the_middle_is_attended_to(
     make_model: Callable[..., Transformer], tiny_settings: dict[str, Any]
 ) -> None:
-    """https://github.com/huggingface/transformers/issues/25353"""
-    model = make_model(tiny_settings)
-    with_eos = model.logits([[5, 2, 7]])[0, -1]
-    assert np.abs(with_eos - model.logits([[5, 4, 7]])[0, -1]).max() > 1e-3
+    """https://github.com/huggingface/transformers/issues/25353
+
+    Were the end of text taken as padding, it would count for nothing, and a word of the same embedding
+    would not.
+    """
+    model = make_model({**tiny_settings, "tie_word_embeddings": False, "pad_token_id": None})
+    assert model.config.eos_token_ids == (2,)
+    model.embedding.data[2] = model.embedding.data[4]
+    for row in ([5, 2, 7], [2, 5, 7], [5, 7, 2]):
+        word = [4 if token == 2 else token for token in row]
+        np.testing.assert_array_equal(model.logits([row]), model.logits([word]))
+    without = model.logits([[5, 7]])[0, -1]
+    assert np.abs(model.logits([[5, 2, 7]])[0, -1] - without).max() > 1e-3
+    config = GenerateConfig(temperature=0.0, max_new_tokens=1)
+    assert generate(model, [5, 2, 7], config) == generate(model, [5, 4, 7], config)
 
 
 @pytest.mark.parametrize(

@@ -154,6 +154,18 @@ def test_huge_logits_and_a_tiny_share() -> None:
         {"min_p": 1.0},
         {"repetition_penalty": 0.0},
         {"max_new_tokens": -1},
+        {"max_new_tokens": 2.5},
+        {"top_k": True},
+        {"seed": -1},
+        {"seed": 0.5},
+        {"temperature": "1"},
+        {"top_p": math.nan},
+        {"min_p": math.nan},
+        {"repetition_penalty": math.nan},
+        {"stop_tokens": "</s>"},
+        {"stop_tokens": 7},
+        {"stop_tokens": (7, -1)},
+        {"stop_tokens": ("7",)},
     ],
 )
 def test_out_of_range_settings_are_named(changes: dict[str, object]) -> None:
@@ -170,3 +182,65 @@ def test_only_vectors() -> None:
 
 def test_16_bit_logits() -> None:
     assert sample_token(np.array([1, 3, 2], dtype=np.float16), config(temperature=0.0)) == 1
+
+
+def test_equals_at_the_edge_of_top_p_go_by_id() -> None:
+    got = token_probabilities(np.zeros(5), config(top_p=0.5))
+    # 0.2, 0.4 and 0.6 of the probability: the third of the equals crosses and is kept
+    np.testing.assert_allclose(got, [1 / 3, 1 / 3, 1 / 3, 0, 0])
+
+
+def test_min_p_keeps_equals_and_what_is_just_at_the_share() -> None:
+    np.testing.assert_allclose(token_probabilities(np.zeros(4), config(min_p=0.999)), [0.25] * 4)
+    logits = np.array([0.0, math.log(0.5), -20.0])
+    # 0.5 exactly, in powers of two: at least the share
+    got = token_probabilities(np.array([2.0, 1.0]) * math.log(2), config(min_p=0.4999999))
+    np.testing.assert_allclose(got, [2 / 3, 1 / 3])
+    assert token_probabilities(logits, config(min_p=0.51))[1] == 0
+
+
+def test_filters_apply_one_after_another() -> None:
+    """Top-k, then top-p of what is left, then min-p of that, as transformers orders its warpers."""
+    logits = np.log([0.4, 0.3, 0.2, 0.1])
+    made = config(top_k=3, top_p=0.7, min_p=0.7)
+    # of 4/9, 3/9 and 2/9 two reach 0.7, and 3/4 of the likeliest is above the share
+    np.testing.assert_allclose(token_probabilities(logits, made), [4 / 7, 3 / 7, 0, 0])
+    colder = config(top_k=3, top_p=0.7, min_p=0.7, temperature=0.5)
+    # the squares are 16, 9 and 4 of 29; two reach 0.7; 9/16 of the likeliest is below the share
+    np.testing.assert_allclose(token_probabilities(logits, colder), [1, 0, 0, 0])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"top_k": 3}, {"top_p": 0.8}, {"min_p": 0.3}, {"temperature": 0.5, "top_p": 0.9}],
+)
+def test_draws_follow_the_distribution(changes: dict[str, object]) -> None:
+    made = config(**changes)
+    logits = np.log([0.05, 0.4, 0.1, 0.25, 0.2])
+    wanted = token_probabilities(logits, made)
+    rng = np.random.default_rng(7)
+    count = 4000
+    drawn = np.bincount([sample_token(logits, made, rng) for _ in range(count)], minlength=5)
+    # five standard deviations of a binomial: one false alarm in two million
+    assert (np.abs(drawn / count - wanted) <= 5 * np.sqrt(wanted * (1 - wanted) / count)).all()
+    assert (drawn[wanted == 0] == 0).all()
+
+
+@pytest.mark.parametrize(("value", "token"), [(0.0, 1), (1 - 2**-53, 3)])
+def test_the_ends_of_the_draw_never_give_an_excluded_token(value: float, token: int) -> None:
+    class Fixed:
+        def random(self) -> float:
+            return value
+
+    logits = np.array([-math.inf, 0.1, 0.2, 0.3, -math.inf])
+    assert sample_token(logits, config(), Fixed()) == token  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("changes", [{"top_k": 1}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.5}])
+def test_no_filter_hides_a_nan(changes: dict[str, object]) -> None:
+    """https://github.com/robertknight/rten/issues/1089"""
+    for place in range(3):
+        logits = np.array([5.0, 1.0, 0.0])
+        logits[place] = math.nan
+        with pytest.raises(NumericsError, match=f"1 of 3, token {place} is nan"):
+            sample_token(logits, config(**changes))
