@@ -54,6 +54,11 @@ def _train(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--overwrite", action="store_true", help="replace an earlier run in the output folder"
     )
+    parser.add_argument(
+        "--print-config",
+        action="store_true",
+        help="print the settings in force, which are a file for --config, and do nothing else",
+    )
     _add_run_flags(parser)
     parser.add_argument(
         "--show",

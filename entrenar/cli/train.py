@@ -84,6 +84,10 @@ class RunSettings:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
+    if arguments.print_config:
+        config, settings = _resolved(arguments)
+        print(config.to_toml(settings.table()), end="")
+        return 0
     if not arguments.output:
         raise ConfigError(
             "--output is missing", "say --output and a new folder, such as runs/first"
@@ -92,11 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
     folder = RunFolder(arguments.output)
     if ranks.leads:  # the others would find what it has begun to write
         folder.check(arguments.resume, arguments.overwrite)
-    file = arguments.config
-    if file is None and arguments.resume and folder.is_run:
-        file = str(folder.config)  # the run's own settings, so that --output --resume is enough
-    config, table = config_from(arguments, file)
-    settings = RunSettings.resolve(arguments, table)
+    config, settings = _resolved(arguments)
     if arguments.allow_drift and not arguments.resume:
         raise ConfigError("--allow-drift is for --resume alone", "say both, or neither")
     if arguments.resume and not arguments.allow_drift:
@@ -110,6 +110,17 @@ def run(arguments: argparse.Namespace) -> int:
         show=arguments.show,
         ranks=ranks,
     )
+
+
+def _resolved(arguments: argparse.Namespace) -> tuple[InstructConfig, RunSettings]:
+    """Return the settings in force: of flags, file and defaults."""
+    file = arguments.config
+    if file is None and arguments.resume and arguments.output:
+        folder = RunFolder(arguments.output)
+        if folder.is_run:  # the run's own settings, so that --output --resume is enough
+            file = str(folder.config)
+    config, table = config_from(arguments, file)
+    return config, RunSettings.resolve(arguments, table)
 
 
 def _check_model(folder: RunFolder, model: str) -> None:

@@ -493,3 +493,35 @@ def test_the_oldest_torch_is_that_of_the_package() -> None:
 
     stated = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     assert f"torch>={'.'.join(map(str, cli.OLDEST_TORCH))}" in stated
+
+
+def test_the_printed_config_is_a_file_for_the_next_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text(
+        'lora_rank = 3\nlearning_rate = 0.01\n\n[run]\nmodel = "m"\ndata = "d \\"x\\""\n'
+    )
+    flags = ["--config", str(file), "--lora-rank", "5", "--gradient-clip-norm", "none"]
+    assert main(["train", *flags, "--answers", "7", "--print-config"]) == 0
+    printed = capsys.readouterr().out
+    found = tomllib.loads(printed)
+    # a flag before the file, the file before the default
+    assert (found["lora_rank"], found["learning_rate"], found["batch_size"]) == (5, 0.01, 1)
+    assert found["gradient_clip_norm"] == "none"
+    assert found["run"]["answers"] == 7
+    assert found["run"]["data"] == 'd "x"'
+    file.write_text(printed)
+    assert main(["train", "--config", str(file), "--print-config"]) == 0
+    assert capsys.readouterr().out == printed
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_the_config_of_a_run_is_printed_where_it_is_resumed(
+    tiny_model: Path, pairs_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "run"
+    assert main(train(tiny_model, pairs_file, output)) == 0
+    capsys.readouterr()
+    assert main(["train", "--output", str(output), "--resume", "--print-config"]) == 0
+    assert capsys.readouterr().out == (output / "config.toml").read_text()
