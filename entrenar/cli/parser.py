@@ -46,6 +46,10 @@ class _Parser(argparse.ArgumentParser):
             if close.startswith("did you mean"):
                 hint = close.replace("mean ", "mean --").replace(" or ", " or --")
             message = f"there is no option {unknown}"
+        elif message.startswith("argument COMMAND: invalid choice:"):
+            unknown = message.split("'")[1]
+            hint = nearest(unknown, [name for name, *_ in COMMANDS])
+            message = f"there is no command {unknown}"
         raise ConfigError(f"{self.prog}: {message}", hint)
 
 

@@ -120,3 +120,12 @@ def test_an_unknown_flag_is_refused_with_the_nearest_of_its_command(name: str) -
         parse([name, *needed, flag + "x"])
     assert f"there is no option {flag}x" in str(caught.value)
     assert flag in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("word", "hint"), [("trian", "mean train"), ("zzz", "known are train, demo")]
+)
+def test_an_unknown_command_is_refused_with_the_nearest(word: str, hint: str) -> None:
+    with pytest.raises(ConfigError, match=f"there is no command {word}") as caught:
+        parse([word, "--model", "x"])
+    assert hint in caught.value.hint
