@@ -2,7 +2,9 @@
 
 The peers live in an environment of their own, which is made once, and run :mod:`perf.peer_step`. Each
 measurement is a process of its own; a round runs every one of them, so that what else the machine does
-meets all alike, and ratios are taken of medians over the rounds.
+meets all alike, and ratios are taken of medians over the rounds. Where other work takes turns on the same
+cores, compare processor seconds with one thread each (``OMP_NUM_THREADS=1``): they do not count waiting,
+while threads that wait for each other spin.
 """
 
 from __future__ import annotations
@@ -115,8 +117,12 @@ def summary(rows: Sequence[Row]) -> list[Row]:
                     "peak_rss_bytes": statistics.median(row["peak_rss_bytes"] for row in mine),
                 }
             )
+            if all("cpu_s" in row for row in mine):
+                found[-1]["cpu_s"] = statistics.median(row["cpu_s"] for row in mine)
     first = found[0]
     for row in found:
+        if "cpu_s" in first and "cpu_s" in row:
+            row["cpu_ratio"] = row["cpu_s"] / first["cpu_s"]
         row["speed_ratio"] = first["tokens_per_s"] / row["tokens_per_s"]
         row["memory_ratio"] = first["peak_rss_bytes"] / row["peak_rss_bytes"]
     return found
@@ -125,13 +131,15 @@ def summary(rows: Sequence[Row]) -> list[Row]:
 def table(rows: Sequence[Row]) -> str:
     """Return a summary as Markdown."""
     lines = [
-        "| | tokens/s | peak memory | our speed ÷ its | our memory ÷ its |",
-        "|---|---|---|---|---|",
+        "| | tokens/s | CPU s a step | peak memory | our speed ÷ its | its CPU s ÷ ours | memory |",
+        "|---|---|---|---|---|---|---|",
     ]
     for row in summary(rows):
         speed, memory = f"{row['speed_ratio']:.2f}", f"{row['memory_ratio']:.2f}"
+        cpu = (f"{row[name]:.2f}" if name in row else "" for name in ("cpu_s", "cpu_ratio"))
+        seconds, share = cpu
         lines.append(
-            f"| {row['who']} | {row['tokens_per_s']:.1f} | {row['peak_rss_bytes'] / 1e9:.2f} GB "
-            f"| {speed} | {memory} |"
+            f"| {row['who']} | {row['tokens_per_s']:.1f} | {seconds} "
+            f"| {row['peak_rss_bytes'] / 1e9:.2f} GB | {speed} | {share} | {memory} |"
         )
     return "\n".join(lines)

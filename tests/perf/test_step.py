@@ -38,7 +38,8 @@ def test_variants_take_turns_and_ratios_are_of_medians(
         commands.append(list(command))
         noise = 50 if len(commands) in (1, 5) else 1  # one run of ours, one of theirs
         speed, memory = (20.0, 1e9) if "perf" in command else (10.0, 5e9)
-        return "a warning\n" + json.dumps({"tokens_per_s": speed * noise, "peak_rss_bytes": memory})
+        row = {"tokens_per_s": speed * noise, "peak_rss_bytes": memory, "cpu_s": 60 / speed}
+        return "a warning\n" + json.dumps(row)
 
     monkeypatch.setattr(step_beside, "_output", output)
     monkeypatch.setattr(step_beside, "make_environment", lambda folder: folder / "bin" / "python")
@@ -51,9 +52,10 @@ def test_variants_take_turns_and_ratios_are_of_medians(
     assert [row["who"] for row in found] == [name for name, _, _ in step_beside.VARIANTS]
     assert [row["speed_ratio"] for row in found] == [1, 2, 2]
     assert [row["memory_ratio"] for row in found] == [1, 0.2, 0.2]
-    assert "| transformers + peft, dense | 10.0 | 5.00 GB | 2.00 | 0.20 |" in step_beside.table(
-        rows
-    )
+    line = "| transformers + peft, dense | 10.0 | 6.00 | 5.00 GB | 2.00 | 2.00 | 0.20 |"
+    assert line in step_beside.table(rows)
+    without = [{k: v for k, v in row.items() if k != "cpu_s"} for row in rows]
+    assert "| 10.0 |  | 5.00 GB | 2.00 |  | 0.20 |" in step_beside.table(without)
     kept = [json.loads(line) for line in log.read_text().splitlines()]
     assert [row["who"] for row in kept] == [row["who"] for row in rows]
     assert all(row["device"] and row["date"] for row in kept)
