@@ -204,11 +204,12 @@ def _estimate(parser: argparse.ArgumentParser) -> None:
 
 
 def _plot(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", help="a run's folder")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="a run's folder; several: compared")
     parser.add_argument(
         "--output",
         metavar="FILE",
-        help="the picture, by its ending PNG, SVG or PDF (default: loss.png in the run's folder)",
+        help="image to write; default: loss.png and profile.png in the run's folder; several runs need "
+        "one",
     )
 
 
@@ -276,7 +277,12 @@ COMMANDS: tuple[tuple[str, str, Add, tuple[str, ...]], ...] = (
             "--model config.json --batch-size 8 --max-seq-len 2048 --json",
         ),
     ),
-    ("plot", "draw a run's losses", _plot, ("runs/first --output loss.svg",)),
+    (
+        "plot",
+        "draw a run, or compare several",
+        _plot,
+        ("runs/first", "runs/first runs/second --output both.png"),
+    ),
     (
         "doctor",
         "say what this machine offers and whether it computes right",

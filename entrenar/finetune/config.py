@@ -64,7 +64,7 @@ class InstructConfig:
         weight_cache: Copies of decoded NF4 weights that are kept; ``"none"``.
         lm_head_device: Where the output projection lies; ``"auto"``: with the model.
         eval_fraction: Share of the data held out for evaluation.
-        profile_interval: Steps between profiles; 0 is off.
+        profile_interval: Every so many steps one is profiled; 0 is off.
         seed: Seed of initialisation, shuffling, splitting and dropout.
         dtype: Storage of weights and activations; ``"auto"``: float32 on a CPU, else bfloat16.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
@@ -102,7 +102,7 @@ class InstructConfig:
     weight_cache: str = _setting("none", "copies of decoded NF4 weights to keep: none")
     lm_head_device: str = _setting("auto", "where the output projection lies: auto")
     eval_fraction: float = _setting(0.0, "share of the data held out for evaluation")
-    profile_interval: int = _setting(0, "steps between profiles; 0 is off")
+    profile_interval: int = _setting(0, "profile every Nth step; 0 is off")
     seed: int = _setting(0, "seed of initialisation, shuffling, splitting and dropout")
     dtype: str = _setting("auto", "storage of weights: auto, float32, bfloat16, float16")
     device: str = _setting("auto", "auto, cpu, cuda or cuda:N")
@@ -346,7 +346,7 @@ _CHECKS: dict[str, Any] = {
     "weight_cache": _one_of("none"),
     "lm_head_device": _one_of("auto"),
     "eval_fraction": _share,
-    "profile_interval": _one_of(0),
+    "profile_interval": _integer(0),
     "seed": _integer(0),
     "dtype": _one_of(*_DTYPES),
     "device": _device,

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["appearing_folder", "write_text"]
+__all__ = ["appearing_file", "appearing_folder", "write_text"]
 
 
 def write_text(path: Path, text: str) -> None:
@@ -19,6 +19,18 @@ def write_text(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
+
+
+@contextlib.contextmanager
+def appearing_file(path: Path) -> Iterator[Path]:
+    """Give a temporary file, of the same suffix, that takes the name ``path`` when the block ends well."""
+    temporary = path.with_name(f".{path.stem}.tmp{path.suffix}")
+    try:
+        yield temporary
+        _flush(temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

@@ -20,6 +20,9 @@ _CONTENTS = (
     "metrics.jsonl",
     "environment.json",
     "loss.png",
+    "profile.json",
+    "profile.png",
+    "trace.json",
     "checkpoints",
     "adapter",
 )
@@ -38,6 +41,9 @@ class RunFolder:
         self.metrics = self.path / "metrics.jsonl"
         self.environment = self.path / "environment.json"
         self.plot = self.path / "loss.png"
+        self.profile = self.path / "profile.json"
+        self.profile_plot = self.path / "profile.png"
+        self.trace = self.path / "trace.json"
         self.checkpoints = self.path / "checkpoints"
         self.adapter = self.path / "adapter"
         self.data = self.path / "data"  # written by the demo alone, and left by clear()

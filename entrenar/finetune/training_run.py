@@ -34,6 +34,7 @@ from entrenar.finetune.instruct_pipeline import InstructBatchResult, InstructPip
 from entrenar.finetune.instruct_pipeline.results import perplexity
 from entrenar.finetune.metrics import MetricsLog, read_metrics
 from entrenar.finetune.plot import plot_loss
+from entrenar.finetune.profile_plot import plot_profile
 from entrenar.finetune.run_folder import RunFolder
 from entrenar.finetune.schedule import LearningRate
 
@@ -148,6 +149,7 @@ class TrainingRun:
         self.result = RunResult(total_steps=self.total_steps)
         self._stop = self._stopped = False
         self._evaluated = 0  # the last step whose held-out loss is known
+        self._undrawn = False
         self._log: MetricsLog | None = None
 
     def stop(self) -> None:
@@ -291,6 +293,7 @@ class TrainingRun:
                 self._evaluate(done, epoch)
             if self.save_every and done % self.save_every == 0:
                 self._save(done)
+                self._draw()
 
     def _is_due(self, step: int) -> bool:
         """Whether the held-out samples are to be evaluated after a step and were not yet."""
@@ -402,10 +405,22 @@ class TrainingRun:
             return
         # the last step's lies in adapter/ already
         self.best.forget(but=None if self.best.step == done else self.best.step)
+        self._draw()
+
+    def _draw(self) -> None:
+        """Draw ``loss.png`` and ``profile.png`` as they stand; what hinders that is said once."""
+        if not self.ranks.leads:
+            return
         try:
             plot_loss(read_metrics(self.folder.metrics), self.folder.plot, self.folder.path.name)
-        except EntrenarError as error:
-            self._notice(f"loss.png was not drawn: {error}")
+            profiler = self.pipeline.profiler
+            if profiler is not None and profiler.steps:
+                profiler.write(self.folder.profile, self.folder.trace)
+                plot_profile(profiler.trace(), self.folder.profile_plot, self.folder.path.name)
+        except (EntrenarError, OSError) as error:
+            if not self._undrawn:
+                self._notice(f"the run's pictures were not drawn: {error}")
+            self._undrawn = True
 
     def _end_early(self) -> float | None:
         """Give the run the best adapter, which the patience was spent on; return its loss."""

@@ -107,7 +107,7 @@ VALUES: dict[str, tuple[list[str], Any]] = {
     "weight_cache": (["--weight-cache", "none"], "none"),
     "lm_head_device": (["--lm-head-device", "auto"], "auto"),
     "eval_fraction": (["--eval-fraction", "0.5"], 0.5),
-    "profile_interval": (["--profile-interval", "0"], 0),
+    "profile_interval": (["--profile-interval", "5"], 5),
     "seed": (["--seed", "5"], 5),
     "dtype": (["--dtype", "float32"], "float32"),
     "device": (["--device", "cpu"], "cpu"),

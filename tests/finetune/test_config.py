@@ -93,7 +93,7 @@ def test_it_cannot_be_changed() -> None:
         ("checkpointing", 1),
         ("graph", "yes"),
         ("weight_cache", "fp16"),
-        ("profile_interval", 5),
+        ("profile_interval", -1),
         ("eval_fraction", 1.0),
         ("seed", -1),
         ("dtype", "float8"),

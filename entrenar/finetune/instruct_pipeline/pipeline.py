@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -20,12 +21,14 @@ from entrenar.finetune.instruct_pipeline.graphed import GraphedMicroBatches
 from entrenar.finetune.instruct_pipeline.memory import wants_checkpointing
 from entrenar.finetune.instruct_pipeline.packed import PackedBatch, pack
 from entrenar.finetune.instruct_pipeline.prewarm import prewarm
+from entrenar.finetune.instruct_pipeline.profiled import weight_owners
 from entrenar.finetune.instruct_pipeline.results import (
     InstructBatchResult,
     InstructStepResult,
     perplexity,
 )
 from entrenar.finetune.merge import MergeReport, merge_adapter, refuse_merged
+from entrenar.finetune.profiler import DeviceMarks, HostMarks, StepProfiler
 from entrenar.finetune.ranks import Ranks
 from entrenar.finetune.schedule import LearningRate
 from entrenar.lora import LoraAdapters, LoraConfig
@@ -38,6 +41,7 @@ from entrenar.transformer.model import Transformer
 __all__ = ["InstructPipeline"]
 
 Pair = tuple[Sequence[int], Sequence[int]]
+_NOTHING = contextlib.nullcontext()
 _ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
@@ -92,6 +96,8 @@ class InstructPipeline:
         self._uploads = Stream(self.device)
         self._graphed: GraphedMicroBatches | None = None
         self._rate = torch.empty(1, dtype=torch.float32, device=self.device)
+        self._profiler: StepProfiler | None = None
+        self._profiling = False
 
     @classmethod
     def from_pretrained(
@@ -180,7 +186,8 @@ class InstructPipeline:
             return InstructBatchResult(0.0, 0, 1.0, 0.0, skipped=skipped)
         rate = self.learning_rate if learning_rate is None else learning_rate
         try:
-            loss, norm, updated = self._step(micro_batches, total, rate)
+            with self._profiled():
+                loss, norm, updated = self._step(micro_batches, total, rate)
         except (torch.cuda.OutOfMemoryError, MemoryError) as error:
             raise _out_of_memory(self.device, micro_batches) from error
         self.steps += 1
@@ -208,6 +215,27 @@ class InstructPipeline:
         """Recompute activations from here on, or keep them."""
         self._checkpointing = on
 
+    @property
+    def profiler(self) -> StepProfiler | None:
+        """What was profiled so far; None where ``profile_interval`` is 0."""
+        if self._profiler is None and self.config.profile_interval:
+            marks = DeviceMarks() if self.device.startswith("cuda") else HostMarks()
+            self._profiler = StepProfiler(weight_owners(self.model), marks)
+        return self._profiler
+
+    def _profiled(self) -> contextlib.AbstractContextManager[None]:
+        """Profile the step at hand where it is one of every ``profile_interval``."""
+        interval = self.config.profile_interval
+        self._profiling = bool(interval) and (self.steps + 1) % interval == 0
+        if not self._profiling or self.profiler is None:
+            return _NOTHING
+        return self.profiler.step(self.steps + 1, self._stream)
+
+    def _phase(self, name: str) -> contextlib.AbstractContextManager[None]:
+        if self._profiling and self._profiler is not None:
+            return self._profiler.phase(name)
+        return _NOTHING
+
     def _step(
         self, micro_batches: Sequence[Sequence[Example]], total: int, rate: float
     ) -> tuple[float, float, bool]:
@@ -215,31 +243,42 @@ class InstructPipeline:
         sums = []
         # What is not finite is found in the loss and the norm below, not by NumPy's warnings.
         with forked(self._stream), np.errstate(all="ignore"):
-            self.adapters.zero_grad()
+            with self._phase("zero"):
+                self.adapters.zero_grad()
             mine = range(self.ranks.rank, len(micro_batches), self.ranks.world)
             if self.config.graph is True:
-                sums.append(self._replayed({n: micro_batches[n] for n in mine}, total))
+                with self._phase("replay"):
+                    sums.append(self._replayed({n: micro_batches[n] for n in mine}, total))
                 mine = range(0)
             packs = self._packed([micro_batches[number] for number in mine])
-            for number, packed in zip(mine, packs, strict=True):
+            for number in mine:
+                with self._phase("data"):
+                    packed = next(packs)
                 recompute = self._recomputes(packed)
                 seed = _dropout_seed(self.config, self.steps, number)
-                with Tape(self._stream, overwrite_activations=True) as tape:
+                with (
+                    self._phase("forward"),
+                    Tape(self._stream, overwrite_activations=True) as tape,
+                ):
                     loss_sum, _ = self._loss(packed, 1.0 / total, recompute, seed)
-                tape.backward(loss_sum)
+                with self._phase("backward"):
+                    tape.backward(loss_sum)
                 sums.append(loss_sum)
-            self.ranks.add(self.adapters.grads, self._stream)
-            summed = sum(loss_sum.item() for loss_sum in sums)
-            loss = self.ranks.sums([summed], self.device)[0] / total
+            with self._phase("reduce"):
+                self.ranks.add(self.adapters.grads, self._stream)
+                summed = sum(loss_sum.item() for loss_sum in sums)
+                loss = self.ranks.sums([summed], self.device)[0] / total
             if not math.isfinite(loss):
                 return loss, math.nan, False
-            norm, factor, skip = call(
-                "clip_factor",
-                self.adapters.grads,
-                self.config.gradient_clip_norm,
-                stream=self._stream,
-            )
-            self._update(rate, factor, skip)
+            with self._phase("clip"):
+                norm, factor, skip = call(
+                    "clip_factor",
+                    self.adapters.grads,
+                    self.config.gradient_clip_norm,
+                    stream=self._stream,
+                )
+            with self._phase("optimiser"):
+                self._update(rate, factor, skip)
             self._stream.synchronize()
             return loss, float(norm.item()), not bool(skip.item())
 
