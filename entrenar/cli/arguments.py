@@ -208,8 +208,8 @@ def _plot(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output",
         metavar="FILE",
-        help="image to write; default: loss.png and profile.png in the run's folder; several runs need "
-        "one",
+        help="the picture, by its ending PNG, SVG or PDF; several runs need one (default: loss.png and "
+        "profile.png in the run's folder)",
     )
 
 
