@@ -97,13 +97,15 @@ def _corpus_facts(path: Path) -> dict[str, object]:
         len(turn["content"])
         for conversation in corpus.conversations
         for turn in conversation.messages
-        if turn["role"] == "assistant"
+        if turn["role"] in ("assistant", "text")
     ]
     return {
         "kind": "data",
         "format": corpus.format,
         "samples": f"{count(len(corpus))} ({count(len(corpus.empty_lines))} empty ones skipped)",
-        "answers": f"{count(len(answers))}, {sum(answers) / len(answers):.0f} characters on average, "
+        "texts"
+        if corpus.format == "text"
+        else "answers": f"{count(len(answers))}, {sum(answers) / len(answers):.0f} characters on average, "
         f"{count(max(answers))} at most",
         "keys not used": ", ".join(corpus.ignored_keys) or "none",
     }

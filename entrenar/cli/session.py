@@ -64,6 +64,7 @@ class Session:
         self.console = Console("" if ranks.leads else f"rank {ranks.rank}")
         self.questions: list[Conversation] = []
         self._plain_prompt = False
+        self._format = self._used = ""
         self._times: deque[float] = deque(maxlen=20)
         self._interrupts = 0
         self._guard: VramGuard | None = None
@@ -130,7 +131,7 @@ class Session:
             keep_checkpoints=self.settings.keep_checkpoints,
             patience=self.settings.patience,
             allow_drift=self.allow_drift,
-            skipped=len(train.skipped),
+            skipped=len(train.skipped) + len(train.left_out),
             on_row=self._row,
             on_notice=self.console.notice,
         )
@@ -176,6 +177,7 @@ class Session:
                 c for c in held.conversations if [m["role"] for m in c.messages].count("user") == 1
             ][: self.settings.answers]
         train = self._encode(corpus, tokenizer)
+        self._format, self._used = corpus.format, _what_became(corpus, train)
         return train, self._encode(held, tokenizer) if held else None, tokenizer
 
     def _split(self, corpus: Corpus) -> tuple[Corpus, Corpus | None]:
@@ -195,8 +197,15 @@ class Session:
         )
 
     def _encode(self, corpus: Corpus, tokenizer: Any) -> EncodedCorpus:
-        encoded = encode_corpus(corpus, tokenizer, self.config.max_seq_len)
         limit = self.config.max_seq_len
+        encoded = encode_corpus(
+            corpus,
+            tokenizer,
+            limit,
+            train_on=self.config.train_on,
+            long_samples=self.config.long_samples,
+        )
+        self._note(corpus, encoded.left_out, f"have more than {limit} tokens: skipped")
         self._note(
             corpus, encoded.skipped, f"have no response token left within {limit} tokens: skipped"
         )
@@ -247,8 +256,9 @@ class Session:
                 f"read in {seconds:.0f} s)",
                 "adapters": f"LoRA r={config.lora_rank} alpha={config.lora_alpha:g} on {shown}: "
                 f"{count(trainable)} trained ({100 * trainable / total:.2f} %)",
-                "data": f"{self.settings.data}: {count(len(train.examples))} samples, "
-                f"{count(train.tokens)} tokens, {count(train.response_tokens)} learned{held}",
+                "data": f"{self.settings.data} ({self._format}): {count(len(train.examples))} samples, "
+                f"{count(train.tokens)} tokens, {count(train.response_tokens)} learned, the longest "
+                f"sample {count(train.longest)}{held}",
                 "steps": f"{count(steps)} of {config.batch_size} × {config.grad_accum_steps} samples"
                 f"{together}, peak learning rate {config.learning_rate:g}, {config.schedule}",
                 "device": f"{device}, {gibibytes(runtime.available_memory_bytes(device))} free",
@@ -362,6 +372,7 @@ class Session:
         if result.best_step is not None and result.best_step != result.steps:
             kept = self.folder.checkpoints / f"best-{result.best_step:06d}" / "adapter"
             rows["best"] = f"{result.best_loss:.4f} after step {result.best_step}: {kept}"
+        rows["samples"] = self._used
         rows["time"] = f"{duration(result.seconds)}, {count(result.tokens)} tokens"
         rows["peak memory"] = gibibytes(runtime.peak_memory_bytes(pipeline.device))
         rows["adapter"] = str(self.folder.adapter)
@@ -377,6 +388,22 @@ class Session:
         self.console.line(
             f"next: entrenar generate --adapter {self.folder.adapter} --prompt '{quoted}'"
         )
+
+
+def _what_became(corpus: Corpus, encoded: EncodedCorpus) -> str:
+    """Return how many samples were trained on, and how many were cut or left out and why."""
+    parts = [f"{count(len(encoded.examples))} trained on"]
+    parts += [
+        f"{count(number)} {what}"
+        for number, what in (
+            (encoded.truncated, "of them cut"),
+            (len(encoded.left_out), "too long and skipped"),
+            (len(encoded.skipped), "cut to nothing and skipped"),
+            (len(corpus.empty_lines), "empty and skipped"),
+        )
+        if number
+    ]
+    return ", ".join(parts)
 
 
 def _pieces(example: Any, tokenizer: Any) -> list[tuple[str, bool]]:

@@ -79,17 +79,23 @@ class ChatEncoder:
         """Return the tokens from which the model generates its answer."""
         return self._tokens(self._render(messages, True))
 
-    def encode(self, messages: Messages) -> Example:
+    def encode(self, messages: Messages, learned_from: int = 0) -> Example:
         """Return a conversation's tokens; loss on the answers of every assistant turn.
 
         Where the template rewrites earlier turns once later ones follow, on the last answer only.
+
+        Args:
+            messages: The turns, the last of them the assistant's.
+            learned_from: Number of the first turn that may be learned.
 
         Raises:
             DataError: The template refuses the conversation, or its generation prompt is not how
                 it begins an answer.
         """
         whole = self._render(messages, False)
-        answers = [i for i, turn in enumerate(messages) if turn["role"] == "assistant"]
+        answers = [
+            i for i, t in enumerate(messages) if t["role"] == "assistant" and i >= learned_from
+        ]
         spans = [self._span(messages, i, whole) for i in answers]
         if spans[-1] is None:
             raise DataError(
@@ -98,6 +104,14 @@ class ChatEncoder:
             )
         kept = [s for s in spans if s is not None] if None not in spans else [spans[-1]]
         return self._assemble(whole, [s for s in kept if s is not None])
+
+    def encode_text(self, text: str) -> Example:
+        """Return a plain text's tokens, all learned: BOS where the model wants one, text, end."""
+        ids = list(self.tokenizer.encode(text, add_special_tokens=True))
+        end = self.tokenizer.eos_token_id
+        if end is not None and ids[-1:] != [end]:
+            ids.append(end)
+        return Example(np.asarray(ids, dtype=np.int64), np.ones(len(ids), dtype=bool))
 
     def _render(self, messages: Messages, add_generation_prompt: bool) -> str:
         if self.tokenizer.has_chat_template:
@@ -163,17 +177,21 @@ class ChatEncoder:
 
 @dataclasses.dataclass(frozen=True)
 class EncodedCorpus:
-    """Samples in tokens, cut to the longest length, and what the cutting cost.
+    """Samples in tokens, none over the longest length, and what that cost.
 
     Attributes:
-        examples: Those with at least one response token left.
-        skipped: ``file:line`` of those with none.
+        examples: Those kept, each with at least one token to learn.
+        skipped: ``file:line`` of those of which cutting left nothing to learn.
         truncated: How many lost tokens but were kept.
+        left_out: ``file:line`` of those left out because they are too long.
+        longest: Tokens of the longest sample before any cutting.
     """
 
     examples: tuple[Example, ...]
     skipped: tuple[str, ...] = ()
     truncated: int = 0
+    left_out: tuple[str, ...] = ()
+    longest: int = 0
 
     @property
     def tokens(self) -> int:
@@ -186,23 +204,45 @@ class EncodedCorpus:
         return sum(example.response_tokens for example in self.examples)
 
 
-def encode_corpus(corpus: Corpus, tokenizer: Any, max_seq_len: int) -> EncodedCorpus:
-    """Tokenise a corpus and cut each sample from the right at ``max_seq_len`` tokens.
+def encode_corpus(
+    corpus: Corpus,
+    tokenizer: Any,
+    max_seq_len: int,
+    *,
+    train_on: str = "responses",
+    long_samples: str = "truncate",
+) -> EncodedCorpus:
+    """Tokenise a corpus and see to the samples of more than ``max_seq_len`` tokens.
 
-    A sample whose response is cut off wholly is left out and listed.
+    Args:
+        corpus: The samples.
+        tokenizer: The model's tokenizer.
+        max_seq_len: Tokens of the longest sample.
+        train_on: What carries loss: ``"responses"``, or ``"all"`` tokens. Plain text always has loss on
+            all.
+        long_samples: ``"truncate"`` cuts from the right, and leaves out and lists a sample of which
+            nothing to learn is left; ``"skip"`` leaves out and lists every longer one; ``"error"``
+            refuses the first.
 
     Raises:
-        DataError: A sample cannot be rendered, or none has a response token left.
+        DataError: A sample cannot be rendered or is refused as too long, or none is left.
     """
     encoder = ChatEncoder(tokenizer, plain_prompt=corpus.format == "prompt+completion")
     kept: list[Example] = []
     skipped: list[str] = []
-    truncated = 0
-    for index, conversation in enumerate(corpus.conversations):
-        try:
-            whole = encoder.encode(conversation.messages)
-        except DataError as error:
-            raise DataError(f"{corpus.where(index)}: {error.message}", error.hint) from error
+    left_out: list[str] = []
+    truncated = longest = 0
+    for index in range(len(corpus)):
+        whole = _encoded(corpus, index, encoder, train_on)
+        longest = max(longest, len(whole))
+        if len(whole) > max_seq_len and long_samples != "truncate":
+            if long_samples == "error":
+                raise DataError(
+                    f"{corpus.where(index)} has {len(whole)} tokens, max_seq_len is {max_seq_len}",
+                    "raise max_seq_len, or set long_samples to truncate or skip",
+                )
+            left_out.append(corpus.where(index))
+            continue
         cut = whole.truncated(max_seq_len)
         if cut.response_tokens:
             kept.append(cut)
@@ -210,9 +250,34 @@ def encode_corpus(corpus: Corpus, tokenizer: Any, max_seq_len: int) -> EncodedCo
         else:
             skipped.append(corpus.where(index))
     if not kept:
-        raise DataError(
+        raise _nothing_left(corpus, max_seq_len, skipped, left_out)
+    return EncodedCorpus(tuple(kept), tuple(skipped), truncated, tuple(left_out), longest)
+
+
+def _encoded(corpus: Corpus, index: int, encoder: ChatEncoder, train_on: str) -> Example:
+    conversation = corpus.conversations[index]
+    if corpus.format == "text":
+        return encoder.encode_text(conversation.messages[0]["content"])
+    try:
+        whole = encoder.encode(conversation.messages, conversation.learned_from)
+    except DataError as error:
+        raise DataError(f"{corpus.where(index)}: {error.message}", error.hint) from error
+    if train_on == "all":
+        return Example(whole.ids, np.ones(len(whole), dtype=bool))
+    return whole
+
+
+def _nothing_left(
+    corpus: Corpus, max_seq_len: int, skipped: list[str], left_out: list[str]
+) -> DataError:
+    if not left_out:
+        return DataError(
             f"no sample of {corpus.path} has a response token left after cutting at "
             f"{max_seq_len} tokens; the first is {skipped[0]}",
             "raise max_seq_len or shorten the prompts",
         )
-    return EncodedCorpus(tuple(kept), tuple(skipped), truncated)
+    return DataError(
+        f"every sample of {corpus.path} has more than {max_seq_len} tokens; the first is "
+        f"{left_out[0]}",
+        "raise max_seq_len, or set long_samples to truncate",
+    )

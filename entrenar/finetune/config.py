@@ -48,7 +48,10 @@ class InstructConfig:
         max_steps: Optimiser steps; overrides ``epochs``, repeating the data where needed.
         batch_size: Samples (rows, with packing) in a micro-batch.
         grad_accum_steps: Micro-batches to an optimiser step.
-        max_seq_len: Tokens of a sample that are kept, prompt and response together.
+        max_seq_len: Most tokens of a sample, prompt and response together.
+        train_on: What carries loss: ``responses``, every turn of the assistant, or ``all`` tokens.
+        long_samples: What becomes of a sample of more tokens than ``max_seq_len``: ``truncate`` cuts it
+            from the right, ``skip`` leaves it out, ``error`` refuses the file.
         gradient_clip_norm: Largest global norm of the gradient; None switches clipping off.
         quantize_nf4: Hold the frozen weights in NF4.
         double_quant: Quantise NF4's scales too; needs ``quantize_nf4``.
@@ -92,6 +95,8 @@ class InstructConfig:
     batch_size: int = _setting(1, "samples in a micro-batch")
     grad_accum_steps: int = _setting(1, "micro-batches to an optimiser step")
     max_seq_len: int = _setting(512, "tokens of a sample that are kept")
+    train_on: str = _setting("responses", "what carries loss: responses, all")
+    long_samples: str = _setting("truncate", "samples too long: truncate, skip, error")
     gradient_clip_norm: float | None = _setting(1.0, "largest gradient norm, or none")
     quantize_nf4: bool = _setting(False, "hold the frozen weights in 4 bits (NF4)")
     double_quant: bool = _setting(False, "quantise NF4's scales too")
@@ -332,6 +337,8 @@ _CHECKS: dict[str, Any] = {
     "batch_size": _integer(1),
     "grad_accum_steps": _integer(1),
     "max_seq_len": _integer(2),
+    "train_on": _one_of("responses", "all"),
+    "long_samples": _one_of("truncate", "skip", "error"),
     "gradient_clip_norm": _number(
         0.0, math.inf, "a number above 0 or none", open_low=True, optional=True
     ),

@@ -97,6 +97,8 @@ VALUES: dict[str, tuple[list[str], Any]] = {
     "batch_size": (["--batch-size", "3"], 3),
     "grad_accum_steps": (["--grad-accum-steps", "4"], 4),
     "max_seq_len": (["--max-seq-len", "32"], 32),
+    "train_on": (["--train-on", "all"], "all"),
+    "long_samples": (["--long-samples", "skip"], "skip"),
     "gradient_clip_norm": (["--gradient-clip-norm", "none"], None),
     "quantize_nf4": (["--quantize-nf4"], True),
     "double_quant": (["--quantize-nf4", "--double-quant"], True),

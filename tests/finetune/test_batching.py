@@ -44,6 +44,14 @@ def test_the_order_is_a_function_of_seed_and_epoch() -> None:
     assert tuple(flat(again)) == orders[1, 1]
 
 
+def test_the_order_is_the_same_on_every_machine() -> None:
+    """Written down once; another NumPy or processor must give it too."""
+    assert flat(plan_epoch([5] * 12, InstructConfig(seed=7), 0)) == [
+        4, 6, 10, 0, 1, 3, 8, 7, 2, 5, 9, 11
+    ]  # fmt: skip
+    assert split_heldout(12, 0.25, 7)[1] == [2, 4, 7]
+
+
 def test_a_run_continues_in_the_middle_of_an_epoch() -> None:
     """https://github.com/huggingface/transformers/issues/17032"""
     config = InstructConfig(batch_size=3)

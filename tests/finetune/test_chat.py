@@ -59,6 +59,46 @@ def test_every_answer_of_a_conversation_is_learned_and_nothing_else(tokenizer: A
     assert learned(tokenizer, example) == [f"A{i}<|im_end|>" for i in range(3)]
 
 
+def test_answers_in_the_prompt_are_not_learned(tokenizer: Any) -> None:
+    example = ChatEncoder(tokenizer).encode([USER, ANSWER, USER, ANSWER], learned_from=3)
+    assert learned(tokenizer, example) == ["Hello<|im_end|>"]
+    assert example.is_response[-6:].all()
+
+
+def test_all_tokens_are_learned_where_that_is_chosen(tokenizer: Any, tmp_path: Path) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_text('{"instruction": "hi", "output": "Hello"}\n')
+    answers = encode_corpus(read_corpus(path), tokenizer, 128)
+    whole = encode_corpus(read_corpus(path), tokenizer, 128, train_on="all")
+    assert whole.examples[0].ids.tolist() == answers.examples[0].ids.tolist()
+    assert answers.response_tokens == len("Hello") + 1
+    assert whole.response_tokens == len(whole.examples[0]) - 1
+
+
+def test_a_text_is_learned_whole_and_ends(tokenizer: Any, tmp_path: Path) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_text('{"text": "abc"}\n')
+    encoded = encode_corpus(read_corpus(path), tokenizer, 128)
+    assert learned(tokenizer, encoded.examples[0]) == ["abc<|im_end|>"]
+
+
+def test_long_samples_are_cut_left_out_or_refused(tokenizer: Any, tmp_path: Path) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_text("".join(json.dumps({"text": "x" * n}) + "\n" for n in (9, 10, 30)))
+    corpus = read_corpus(path)
+    lengths = {
+        choice: [len(e) for e in encode_corpus(corpus, tokenizer, 11, long_samples=choice).examples]
+        for choice in ("truncate", "skip")
+    }
+    assert lengths == {"truncate": [10, 11, 11], "skip": [10, 11]}
+    skipped = encode_corpus(corpus, tokenizer, 11, long_samples="skip")
+    assert (skipped.left_out, skipped.truncated, skipped.longest) == ((f"{path}:3",), 0, 31)
+    with pytest.raises(DataError, match=r"d\.jsonl:3 has 31 tokens, max_seq_len is 11"):
+        encode_corpus(corpus, tokenizer, 11, long_samples="error")
+    with pytest.raises(DataError, match=r"every sample of .*d\.jsonl has more than 5 tokens"):
+        encode_corpus(corpus, tokenizer, 5, long_samples="skip")
+
+
 def test_only_the_last_answer_where_the_template_rewrites_history(
     make_model: Callable[..., Path],
 ) -> None:

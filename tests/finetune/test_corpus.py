@@ -1,4 +1,4 @@
-"""Data files: four formats, strict about everything that would train on something else."""
+"""Data files: each format, strict about everything that would train on something else."""
 
 from __future__ import annotations
 
@@ -52,6 +52,49 @@ def turns(corpus: Corpus, index: int = 0) -> list[tuple[str, str]]:
             "messages",
             [("user", "hi"), ("assistant", "ho")],
         ),
+        (
+            {
+                "conversations": [
+                    {"from": "human", "value": "hi"},
+                    {"from": "gpt", "value": "look"},
+                    {"from": "observation", "value": "42"},
+                    {"from": "gpt", "value": "ho"},
+                ],
+                "system": "s",
+            },
+            "conversations",
+            [
+                ("system", "s"),
+                ("user", "hi"),
+                ("assistant", "look"),
+                ("tool", "42"),
+                ("assistant", "ho"),
+            ],
+        ),
+        (
+            {
+                "conversations": [
+                    {"role": "user", "content": "hi"},
+                    {"role": "assistant", "content": "ho"},
+                ]
+            },
+            "conversations",
+            [("user", "hi"), ("assistant", "ho")],
+        ),
+        (
+            {
+                "prompt": [{"role": "user", "content": "hi"}],
+                "completion": [{"role": "assistant", "content": "ho"}],
+            },
+            "prompt+completion turns",
+            [("user", "hi"), ("assistant", "ho")],
+        ),
+        (
+            {"instruction": "i", "input": "", "output": "o", "text": "### i o"},
+            "instruction+output",
+            [("user", "i"), ("assistant", "o")],
+        ),
+        ({"text": "all of it"}, "text", [("text", "all of it")]),
     ],
 )
 def test_each_format(tmp_path: Path, row: dict, name: str, expected: list) -> None:
@@ -59,6 +102,62 @@ def test_each_format(tmp_path: Path, row: dict, name: str, expected: list) -> No
         corpus = read(tmp_path, text)
         assert corpus.format == name
         assert turns(corpus) == expected
+
+
+@pytest.mark.parametrize(
+    ("row", "what"),
+    [
+        (
+            '{"conversations": [{"from": "human", "value": "a"}]}',
+            "no turn has the role 'assistant'",
+        ),
+        ('{"conversations": [{"from": "robot", "value": "a"}]}', r"\[0\]\.from is 'robot', wanted"),
+        ('{"conversations": [{"from": ["gpt"], "value": "a"}]}', r"\[0\]\.from is a list, wanted"),
+        ('{"conversations": [{"from": "gpt"}]}', r"conversations\[0\] has no key 'value'"),
+        (
+            (
+                '{"conversations": [{"from": "system", "value": "a"}, {"from": "gpt", "value": "b"}],'
+                ' "system": "c"}'
+            ),
+            "has a 'system' and a first turn of that role",
+        ),
+        (
+            (
+                '{"prompt": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],'
+                ' "completion": [{"role": "user", "content": "c"}]}'
+            ),
+            "no turn of the completion has the role 'assistant'",
+        ),
+        (
+            '{"prompt": [{"role": "user", "content": "a"}], "completion": "b"}',
+            "'prompt' is a list, wanted text",
+        ),
+        (
+            '{"messages": [{"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}]}',
+            r"messages\[0\] calls tools",
+        ),
+        ('{"messages": [{"role": ["user"], "content": "a"}]}', r"messages\[0\]\.role is a list"),
+        ('{"text": 5}', "'text' is the number 5, wanted text"),
+    ],
+)
+def test_bad_turns_and_texts(tmp_path: Path, row: str, what: str) -> None:
+    with pytest.raises(DataError, match=r"data\.jsonl:1.*" + what) as caught:
+        read(tmp_path, row)
+    assert caught.value.exit_code == 2
+
+
+def test_only_the_completion_of_a_prompt_in_turns_may_be_learned(tmp_path: Path) -> None:
+    prompt = [{"role": r, "content": r} for r in ("user", "assistant", "user")]
+    row = {"prompt": prompt, "completion": [{"role": "assistant", "content": "c"}]}
+    assert read(tmp_path, json.dumps(row)).conversations[0].learned_from == 3
+
+
+def test_an_empty_text_is_skipped_and_a_file_of_texts_does_not_hold_pairs(tmp_path: Path) -> None:
+    assert read(tmp_path, '{"text": " "}\n{"text": "a"}\n').empty_lines == (1,)
+    with pytest.raises(
+        DataError, match=r":2 has the format instruction\+output, but line 1 has text"
+    ):
+        read(tmp_path, '{"text": "a"}\n' + PAIR)
 
 
 def test_byte_order_mark(tmp_path: Path) -> None:
@@ -175,6 +274,10 @@ def test_unknown_keys_name_the_nearest(tmp_path: Path) -> None:
 def test_keys_that_are_not_used_are_listed(tmp_path: Path) -> None:
     corpus = read(tmp_path, '{"instruction": "a", "output": "b", "id": 4}\n')
     assert corpus.ignored_keys == ("id",)
+    turn = '{"from": "gpt", "value": "a", "weight": 0}'
+    assert read(tmp_path, '{"conversations": [' + turn + "]}").ignored_keys == (
+        "conversations[].weight",
+    )
 
 
 @pytest.mark.parametrize(
