@@ -184,7 +184,7 @@ def test_missing_arguments(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
     assert "--output is missing" in failure(capsys, ["train"], 2)
     assert "--model is missing" in failure(capsys, ["train", "--output", str(tmp_path / "r")], 2)
     assert "COMMAND" in failure(capsys, [], 2)
-    assert "invalid choice: 'trian'" in failure(capsys, ["trian"], 2)
+    assert "there is no command trian; did you mean train?" in failure(capsys, ["trian"], 2)
 
 
 def test_a_model_path_that_is_wrong(

@@ -41,6 +41,8 @@ DEFAULTS = {
     "lm_head_device": "auto",
     "eval_fraction": 0.0,
     "profile_interval": 0,
+    "train_on": "responses",
+    "long_samples": "truncate",
     "seed": 0,
     "dtype": "auto",
     "device": "auto",
