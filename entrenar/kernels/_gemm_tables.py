@@ -154,6 +154,7 @@ _BLACKWELL: _Table = {
         Tile(64, 16, 64, 4, 4, "static"),
         *_FEW_ROWS,
     ),
+    "fp32": (*_AMPERE["fp32"][:2], Tile(64, 64, 16, 8, 3, "static"), *_AMPERE["fp32"][3:]),
 }
 # Triton's tutorial 03 lists these for HIP, all with 8 warps and 2 stages
 _CDNA: _Table = {
@@ -172,7 +173,11 @@ _CDNA: _Table = {
     "tf32": _FP32_UNALIGNED,  # there is none: float32 as it is
 }
 # Half as many lanes hold a tile: of 128 columns and rows it spills unless the step is short.
-_RDNA: _Table = {**_CDNA, "16-bit": (Tile(128, 128, 32, 8, 2, "static"), *_CDNA["16-bit"][1:])}
+_RDNA: _Table = {
+    **_CDNA,
+    "16-bit": (Tile(128, 128, 32, 8, 2, "static"), *_CDNA["16-bit"][1:]),
+    "fp32": (_AMPERE["fp32"][1], Tile(64, 64, 16, 8, 3, "static"), *_AMPERE["fp32"][3:]),
+}
 TABLES: dict[str, _Table] = {
     "sm_75": _TURING, "sm_80": _AMPERE, "sm_86": _ADA, "sm_89": _ADA, "sm_90": _HOPPER,
     "sm_100": _BLACKWELL, "sm_120": _ADA, "gfx90a": _CDNA, "gfx942": _CDNA, "gfx1100": _RDNA,

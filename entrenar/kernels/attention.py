@@ -35,6 +35,7 @@ from entrenar.errors import ConfigError, DataError, LayoutError, ShapeMismatchEr
 from entrenar.kernels import _attention_gradient_kernels as _gradients
 from entrenar.kernels import _attention_kernels as _kernels
 from entrenar.kernels import _launch
+from entrenar.kernels._gemm_tiles import architecture_of
 
 __all__ = ["attention_backward", "attention_forward"]
 
@@ -434,13 +435,15 @@ _FORWARD_16BIT = {
     128: _Tile(128, 64, 8, 2),
     256: _Tile(64, 32, 8, 2),
 }
-_FORWARD_32BIT = {64: _Tile(32, 32, 8, 1), 128: _Tile(32, 32, 8, 1), 256: _Tile(32, 16, 8, 1)}
+_FORWARD_32BIT = {64: _Tile(32, 32, 8, 1), 128: _Tile(32, 16, 8, 1), 256: _Tile(32, 16, 8, 1)}
 _KEY_GRADIENT_16BIT = {
     64: _Tile(64, 64, 4, 2),
     128: _Tile(64, 64, 8, 2),
     256: _Tile(32, 32, 4, 1),
 }
 _KEY_GRADIENT_32BIT = {64: _Tile(32, 32, 8, 1), 128: _Tile(16, 32, 4, 1), 256: _Tile(16, 16, 8, 1)}
+# With eight warps it spills there.
+_KEY_GRADIENT_BLACKWELL = {128: _Tile(64, 64, 4, 2)}
 _QUERY_GRADIENT_16BIT = {
     64: _Tile(128, 64, 8, 2),
     128: _Tile(64, 64, 8, 2),
@@ -448,7 +451,7 @@ _QUERY_GRADIENT_16BIT = {
 }
 _QUERY_GRADIENT_32BIT = {
     64: _Tile(32, 32, 4, 1),
-    128: _Tile(32, 16, 8, 1),
+    128: _Tile(16, 16, 8, 1),
     256: _Tile(16, 16, 8, 1),
 }
 
@@ -456,7 +459,7 @@ _QUERY_GRADIENT_32BIT = {
 # By item size and padded head dimension, where those above spill. In 99 KB of shared memory (sm_120: 8
 # and 16 bytes in four warps):
 _KEY_GRADIENT_SMALL = {(2, 64): _Tile(64, 64, 8, 2)}
-_QUERY_GRADIENT_SMALL = {(4, 64): _Tile(32, 32, 8, 1)}
+_QUERY_GRADIENT_SMALL = {(4, 64): _Tile(32, 32, 8, 1), (2, 128): _Tile(64, 32, 8, 2)}
 # On RDNA, whose wavefronts of 32 lanes hold both halves of a matrix operand twice, and whose scalar units
 # multiply float32, wide heads are read a part of their features at a time (the last number).
 _FORWARD_RDNA = {
@@ -476,9 +479,13 @@ _KEY_GRADIENT_CAPPED = {(2, 256): _Tile(32, 32, 8, 1)}
 _QUERY_GRADIENT_CAPPED = {(4, 256): _Tile(32, 16, 16, 1)}
 _SMALL_SHARED = 100 << 10
 # On sm_75, where products of 16 bits run on the scalar units too.
-_FORWARD_LEAST = _Tile(32, 16, 8, 1, 32)
-_KEY_GRADIENT_LEAST = _Tile(16, 16, 8, 1, 16)
-_QUERY_GRADIENT_LEAST = _Tile(16, 32, 8, 1, 32)
+_FORWARD_LEAST = {
+    64: _Tile(16, 16, 8, 1, 32),
+    128: _Tile(16, 16, 8, 1, 32),
+    256: _Tile(32, 16, 8, 1, 32),
+}
+_KEY_GRADIENT_LEAST = dict.fromkeys((64, 128, 256), _Tile(16, 16, 8, 1, 16))
+_QUERY_GRADIENT_LEAST = dict.fromkeys((64, 128, 256), _Tile(16, 32, 8, 1, 32))
 _LEAST_SHARED = 64 << 10
 # Elements of the output that a program of four warps multiplies by its gradient: 16 a thread.
 _DELTA_ELEMENTS = 2048
@@ -493,7 +500,7 @@ def _choose(
     small: _Exceptions,
     rdna: _Exceptions,
     capped: _Exceptions,
-    least: _Tile,
+    least: dict[int, _Tile],
 ) -> _Tile:
     width = max(_block_d(q.shape[2]), 64)
     tile = (single if q.dtype == torch.float32 else half)[width]
@@ -504,7 +511,7 @@ def _choose(
         return tile._replace(num_warps=4, num_stages=1)
     shared = _launch.shared_bytes(q.device)
     if shared <= _LEAST_SHARED:
-        return least
+        return least[width]
     if shared < _SMALL_SHARED:
         return small.get((q.element_size(), width), tile)
     return tile
@@ -518,8 +525,10 @@ def _forward_tile(q: torch.Tensor, mean_queries: int) -> _Tile:
 
 
 def _key_gradient_tile(q: torch.Tensor, mean_keys: int, capped: bool) -> _Tile:
+    blackwell = q.element_size() == 2 and architecture_of(q.device) == "sm_100"
+    half = _KEY_GRADIENT_16BIT | _KEY_GRADIENT_BLACKWELL if blackwell else _KEY_GRADIENT_16BIT
     tile = _choose(
-        q, _KEY_GRADIENT_16BIT, _KEY_GRADIENT_32BIT, _KEY_GRADIENT_SMALL, _KEY_GRADIENT_RDNA,
+        q, half, _KEY_GRADIENT_32BIT, _KEY_GRADIENT_SMALL, _KEY_GRADIENT_RDNA,
         _KEY_GRADIENT_CAPPED if capped else {}, _KEY_GRADIENT_LEAST,
     )  # fmt: skip
     return tile._replace(block_n=_fit(tile.block_n, mean_keys))

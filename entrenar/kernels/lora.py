@@ -33,6 +33,7 @@ from entrenar.kernels._launch import (
     interpreting,
     launch,
     next_power_of_2,
+    on_rdna,
     on_scalars,
     prepare,
     require_contiguous,
@@ -293,7 +294,9 @@ def _seeded_product(
     cols = out.shape[1]
     rank = adapter.u.shape[1]
     dropout = adapter.dropout_p > 0
-    block_m, block_n, block_k, warps, stages = _tile(rows, cols, rank, on_scalars(a), dropout)
+    block_m, block_n, block_k, warps, stages = _tile(
+        rows, cols, rank, on_scalars(a) or on_rdna(), dropout
+    )
     v_is_rows = transposed  # B is [out, r] and read transposed, A is [r, in]
     launch(
         _seeded_product_kernel,
@@ -483,7 +486,7 @@ def _reduction(rank: int, x: torch.Tensor) -> _Reduction:
 
     Each with the most registers' worth of work that spills none on sm_80 or sm_90.
     """
-    if rank > 128:
+    if rank > 128 or on_rdna():
         return _Reduction(32, 32, 8, 2)
     if on_scalars(x):
         return _Reduction(64 if rank <= 32 else 32, 32, 4 if rank <= 32 else 8, 3)
@@ -500,7 +503,7 @@ def _tile(
     the larger tiles do not leave; with these choices no kernel spills on sm_80 or sm_90.
     """
     if scalars:
-        return (64, 64, 32, 8, 3) if rows > 32 else (32, 64, 32, 4, 3)
+        return 32, 64, 32, 4, 3
     large = ((128, 256, 8, 3),) if rank <= 32 else ()
     tiles = ((128, 64, 8, 4),) if dropout else (*large, (128, 128, 8, 4))
     for block_m, block_n, warps, stages in tiles:

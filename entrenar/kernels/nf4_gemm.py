@@ -32,6 +32,7 @@ from entrenar.kernels._launch import (
     interpreting,
     launch,
     next_power_of_2,
+    on_rdna,
     on_scalars,
     prepare,
     require_contiguous,
@@ -522,7 +523,8 @@ def _tile(rows: int, x: torch.Tensor) -> _Tile:
     """Return the tile of a fused product: 16 rows are the least that the matrix units take."""
     scalars = on_scalars(x)
     block_m = min(max(next_power_of_2(rows), 16), 32 if scalars else 64)
-    return _Tile(block_m, 64, 64, 8 if scalars and x.element_size() == 2 else 4)
+    spills = scalars and (x.element_size() == 2 or on_rdna())
+    return _Tile(block_m, 64, 64, 8 if spills else 4)
 
 
 # The most rows for which decoding inside the product is meant to be faster on a GPU with a fast dense

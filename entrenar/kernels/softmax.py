@@ -223,7 +223,7 @@ def softmax_forward(
         "writes": (y,),
     }
     if n_cols > (_FORWARD_BLOCK if n_cols % 16 == 0 and not causal else _BACKWARD_BLOCK):
-        launch(_softmax_long_row_kernel, (n_rows,), **order, **settings, **_long_row_tile())
+        launch(_softmax_long_row_kernel, (n_rows,), **order, **settings, **_long_row_tile(16))
     else:
         tile = _row_tile(n_rows, n_cols)
         grid = (cdiv(n_rows, tile["BLOCK_R"]),)
@@ -274,7 +274,7 @@ def softmax_backward(
     }
     if n_cols > _BACKWARD_BLOCK:
         launch(
-            _softmax_long_row_backward_kernel, (n_rows,), **order, **settings, **_long_row_tile()
+            _softmax_long_row_backward_kernel, (n_rows,), **order, **settings, **_long_row_tile(8)
         )
     else:
         tile = _row_tile(n_rows, n_cols)
@@ -310,5 +310,6 @@ def _row_tile(n_rows: int, n_cols: int) -> dict[str, Any]:
     return {"BLOCK_R": block_r, "BLOCK_N": block_n, "num_warps": warps}
 
 
-def _long_row_tile() -> dict[str, Any]:
-    return {"BLOCK_N": _LONG_ROW_BLOCK, "num_warps": 8}
+def _long_row_tile(warps: int) -> dict[str, Any]:
+    """Return a tile of part of a row; forward spills with 8 warps on sm_100, backward with 16 on sm_80."""
+    return {"BLOCK_N": _LONG_ROW_BLOCK, "num_warps": warps}
