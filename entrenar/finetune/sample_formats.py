@@ -165,7 +165,10 @@ def kind_of(value: Any) -> str:
     """Return what a JSON value is, in words."""
     if value is None:
         return "null"
-    return _JSON_NAMES.get(type(value), f"the number {value}")
+    if type(value) in _JSON_NAMES:
+        return _JSON_NAMES[type(value)]
+    digits = str(value)
+    return f"the number {digits}" if len(digits) <= 24 else f"a number of {len(digits)} digits"
 
 
 def _text(value: Any, key: str, where: str) -> str:
