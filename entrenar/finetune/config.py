@@ -64,7 +64,8 @@ class InstructConfig:
             been measured on a GPU.
         prewarm: Compile every kernel of a step before the model is loaded, when the device's memory is
             still free; of no effect where the CPU computes.
-        weight_cache: Copies of decoded NF4 weights that are kept; ``"none"``.
+        weight_cache: ``"decoded"`` keeps a copy of every NF4 weight decoded to the activations' dtype, half
+            precision on a GPU, so that none is decoded again in a step; ``"none"`` decodes at each use.
         lm_head_device: Where the output projection lies; ``"auto"``: with the model.
         eval_fraction: Share of the data held out for evaluation.
         profile_interval: Every so many steps one is profiled; 0 is off.
@@ -104,7 +105,9 @@ class InstructConfig:
     checkpointing: str | bool = _setting("auto", "recompute activations: auto, true, false")
     graph: str | bool = _setting("auto", "replay captured micro-batches: auto (off), true, false")
     prewarm: bool = _setting(False, "compile every kernel of a step before the model is loaded")
-    weight_cache: str = _setting("none", "copies of decoded NF4 weights to keep: none")
+    weight_cache: str = _setting(
+        "none", "decoded copies of NF4 weights, kept for speed at the cost of memory: none, decoded"
+    )
     lm_head_device: str = _setting("auto", "where the output projection lies: auto")
     eval_fraction: float = _setting(0.0, "share of the data held out for evaluation")
     profile_interval: int = _setting(0, "profile every Nth step; 0 is off")
@@ -124,6 +127,11 @@ class InstructConfig:
         if self.double_quant and not self.quantize_nf4:
             raise ConfigError(
                 "double_quant is true but quantize_nf4 is false", "set quantize_nf4 as well"
+            )
+        if self.weight_cache != "none" and not self.quantize_nf4:
+            raise ConfigError(
+                f"weight_cache is {self.weight_cache} but quantize_nf4 is false: nothing is decoded",
+                "set quantize_nf4 as well",
             )
 
     @classmethod
@@ -348,9 +356,9 @@ _CHECKS: dict[str, Any] = {
     "checkpointing": _one_of("auto", True, False),
     "graph": _one_of("auto", True, False),
     "prewarm": _boolean,
-    # The cache's other forms and a head on the host come with the GPU path; until then asking for one
-    # is an error rather than a setting that does nothing.
-    "weight_cache": _one_of("none"),
+    # A head on the host comes with the GPU path; until then asking for one is an error rather than a
+    # setting that does nothing.
+    "weight_cache": _one_of("none", "decoded"),
     "lm_head_device": _one_of("auto"),
     "eval_fraction": _share,
     "profile_interval": _integer(0),

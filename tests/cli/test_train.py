@@ -106,7 +106,7 @@ VALUES: dict[str, tuple[list[str], Any]] = {
     "checkpointing": (["--checkpointing", "off"], False),
     "graph": (["--graph", "false"], False),
     "prewarm": (["--prewarm"], True),
-    "weight_cache": (["--weight-cache", "none"], "none"),
+    "weight_cache": (["--quantize-nf4", "--weight-cache", "decoded"], "decoded"),
     "lm_head_device": (["--lm-head-device", "auto"], "auto"),
     "eval_fraction": (["--eval-fraction", "0.5"], 0.5),
     "profile_interval": (["--profile-interval", "5"], 5),

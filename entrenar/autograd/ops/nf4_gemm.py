@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
@@ -24,9 +24,9 @@ __all__ = ["DecodedWeights", "decoded", "nf4_linear"]
 
 
 class DecodedWeights:
-    """4-bit weights that are decoded once and kept, for products with one row after another.
+    """4-bit weights that are decoded once and kept, for products that follow one another.
 
-    Decoding a weight takes several times as long as reading it decoded. It takes 4 bytes a value.
+    Decoding a weight takes several times as long as reading it decoded. It takes the memory of that.
     """
 
     def __init__(self) -> None:
@@ -40,6 +40,17 @@ class DecodedWeights:
             made = call("nf4_dequantize", weight, dtype, stream=stream)
             self._held[key] = (weight, made)  # the weight too: another would get its id
         return self._held[key][1]
+
+    def fill(self, weights: Iterable[Any], dtype: torch.dtype) -> None:
+        """Decode those of the weights that are 4-bit ones now."""
+        for weight in weights:
+            if isinstance(weight, NF4Weight):
+                self.of(weight, dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what is held decoded."""
+        return sum(made.numel() * made.element_size() for _, made in self._held.values())
 
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:

@@ -191,6 +191,8 @@ def _weight_bytes(config: InstructConfig, model_config: Any, device: str) -> int
         count = math.prod(shape)
         if config.quantize_nf4 and name.removesuffix(".weight") in linears:
             total += nf4_bytes(count, double_quant=config.double_quant)
+            if config.weight_cache == "decoded":
+                total += itemsize * count
         elif model_config.norm_offset and name.endswith("norm.weight"):
             total += 4 * count
         else:

@@ -13,6 +13,7 @@ import torch
 
 from entrenar import runtime
 from entrenar.autograd import Stream, Tape, Tensor, loaded_ahead, no_grad, ops
+from entrenar.autograd.ops.nf4_gemm import DecodedWeights
 from entrenar.autograd.tape import forked
 from entrenar.errors import AdapterError, AllocationFailedError, CheckpointError, ConfigError
 from entrenar.finetune.chat import ChatEncoder, Example
@@ -96,6 +97,11 @@ class InstructPipeline:
         self._uploads = Stream(self.device)
         self._graphed: GraphedMicroBatches | None = None
         self._rate = torch.empty(1, dtype=torch.float32, device=self.device)
+        # Decoded before the first step, so that no graph captures the decoding.
+        self._decoded = DecodedWeights() if config.weight_cache == "decoded" else None
+        if self._decoded is not None:
+            with forked(self._stream):
+                self._decoded.fill(model.named_weights().values(), model.dtype)
         self._profiler: StepProfiler | None = None
         self._profiling = False
 
@@ -231,6 +237,9 @@ class InstructPipeline:
             return _NOTHING
         return self.profiler.step(self.steps + 1, self._stream)
 
+    def _using_decoded(self) -> contextlib.AbstractContextManager[None]:
+        return _NOTHING if self._decoded is None else self._decoded.used()
+
     def _phase(self, name: str) -> contextlib.AbstractContextManager[None]:
         if self._profiling and self._profiler is not None:
             return self._profiler.phase(name)
@@ -242,7 +251,7 @@ class InstructPipeline:
         """Return the loss, the gradient norm before clipping, and whether parameters changed."""
         sums = []
         # What is not finite is found in the loss and the norm below, not by NumPy's warnings.
-        with forked(self._stream), np.errstate(all="ignore"):
+        with forked(self._stream), self._using_decoded(), np.errstate(all="ignore"):
             with self._phase("zero"):
                 self.adapters.zero_grad()
             mine = range(self.ranks.rank, len(micro_batches), self.ranks.world)
@@ -396,7 +405,12 @@ class InstructPipeline:
         for batch, packed in zip(batches, self._packed(batches), strict=True):
             if should_stop():
                 break
-            with forked(self._stream), no_grad(), np.errstate(all="ignore"):
+            with (
+                forked(self._stream),
+                self._using_decoded(),
+                no_grad(),
+                np.errstate(all="ignore"),
+            ):
                 loss_sum, rows = self._loss(packed, 1.0, False, None)
                 summed += loss_sum.item()
             counted += rows
