@@ -20,6 +20,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "kernels": ("perf.kernels", "time every op at model sizes beside peers and floor, once it is checked"),
     "launches": ("perf.launches", "launches, waits and allocations of a training step"),
     "overhead": ("perf.overhead", "what a launcher costs in Python, beside Triton's own launch"),
+    "plan": ("perf.plan", "a training step on paper: launches, bytes, operations and floor of each"),
     "step": ("perf.step", "one QLoRA training step on a real model, beside its floor"),
     "gpu": ("perf.gpu", "the tests and every timing that needs a GPU, in ten minutes"),
     "plot": ("perf.plot", "draw result rows: the roofline and each op's share of its floor"),

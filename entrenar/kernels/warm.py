@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import mmap
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -64,9 +65,12 @@ def collecting() -> Iterator[list[Form]]:
 
 def untouched(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Return zeros on the CPU that take memory only where they are written."""
-    # NumPy leaves it to the system to give zeros when they are touched; torch fills them at once
+    # The system gives pages when they are touched. torch fills zeros at once, and so does NumPy where the C
+    # library hands out again what was freed before.
     count = math.prod(shape) * dtype.itemsize
-    return torch.from_numpy(np.zeros(count, dtype=np.uint8)).view(dtype).view(tuple(shape))
+    large = count >= mmap.PAGESIZE
+    made = np.frombuffer(mmap.mmap(-1, count), np.uint8) if large else np.zeros(count, np.uint8)
+    return torch.from_numpy(made).view(dtype).view(tuple(shape))
 
 
 def _specialised(value: Any) -> Any:
