@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -41,6 +42,7 @@ from entrenar.finetune.schedule import LearningRate
 __all__ = ["RunResult", "TrainingRun"]
 
 _GIVE_UP_AFTER = 20  # steps in a row that are not finite
+_DRAW_EVERY_S = 30.0  # a picture takes as long as some steps of a small model
 _ARENA = ("params", "m", "v", "step")
 
 
@@ -150,6 +152,7 @@ class TrainingRun:
         self._stop = self._stopped = False
         self._evaluated = 0  # the last step whose held-out loss is known
         self._undrawn = False
+        self._drawn = -math.inf
         self._log: MetricsLog | None = None
 
     def stop(self) -> None:
@@ -293,7 +296,8 @@ class TrainingRun:
                 self._evaluate(done, epoch)
             if self.save_every and done % self.save_every == 0:
                 self._save(done)
-                self._draw()
+                if time.monotonic() - self._drawn >= _DRAW_EVERY_S:
+                    self._draw()
 
     def _is_due(self, step: int) -> bool:
         """Whether the held-out samples are to be evaluated after a step and were not yet."""
@@ -411,6 +415,7 @@ class TrainingRun:
         """Draw ``loss.png`` and ``profile.png`` as they stand; what hinders that is said once."""
         if not self.ranks.leads:
             return
+        self._drawn = time.monotonic()
         try:
             plot_loss(read_metrics(self.folder.metrics), self.folder.plot, self.folder.path.name)
             profiler = self.pipeline.profiler

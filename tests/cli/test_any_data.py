@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from entrenar.cli import main
+from entrenar.finetune.training_run import TrainingRun
 
 WORDS = st.sampled_from(
     ["a", "say it", "é\u2028\U0001f600", "<|im_end|>", "{{ x }}", "w " * 60, " b", "", " "]
@@ -149,7 +150,9 @@ def test_a_run_trains_or_says_in_one_sentence_why_not(
     counts: Callable[[int, int], int],
     tiny_model: Path,
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(TrainingRun, "_draw", lambda self: None)  # half of a run's time
     data, config, output = tmp_path / "d.jsonl", tmp_path / "c.toml", tmp_path / "run"
     codes: dict[int, int] = {}
 

@@ -99,6 +99,7 @@ def test_a_profile_is_two_bars(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_pictures_and_profile_are_there_while_the_run_goes_on(
     tiny_model: Path, pairs_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    from entrenar.finetune import training_run
     from entrenar.finetune.training_run import TrainingRun
 
     run, seen = tmp_path / "run", []
@@ -115,11 +116,17 @@ def test_pictures_and_profile_are_there_while_the_run_goes_on(
     ]  # fmt: skip
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(TrainingRun, "_draw", drawing)
+        patched.setattr(training_run, "_DRAW_EVERY_S", 0.0)
         assert main(arguments) == 0
     both = ["loss.png", "profile.png"]
     assert seen == [(2, both), (4, both), (4, both)]
     assert json.loads((run / "profile.json").read_text())["steps"] == 1
     assert json.loads((run / "trace.json").read_text())["traceEvents"]
+    seen.clear()
+    with pytest.MonkeyPatch.context() as patched:  # not more often than twice a minute
+        patched.setattr(TrainingRun, "_draw", drawing)
+        assert main([*arguments, "--overwrite"]) == 0
+    assert [step for step, _ in seen] == [2, 4]
     for name in both:
         (run / name).unlink()
     capsys.readouterr()
