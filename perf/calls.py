@@ -300,9 +300,9 @@ def _attention() -> Iterator[tuple[str, str, str, Make]]:
     for name, make in (
         ("T, 32/8 heads of 64", forward(HEADS, KV_HEADS, HEAD_DIM)),
         ("T, 32/8 heads of 128, two segments", forward(HEADS, KV_HEADS, 128, packed=True)),
-        ("T, 32/32 heads of 80", forward(32, 32, 80)),
-        ("T, 32/32 heads of 96", forward(32, 32, 96)),
-        ("T, 32/8 heads of 128", forward(HEADS, KV_HEADS, 128)),
+        ("T, 2/2 heads of 80", forward(2, 2, 80)),
+        ("T, 2/2 heads of 96", forward(2, 2, 96)),
+        ("T, 4/1 heads of 128", forward(4, 1, 128)),
         ("T, 14/2 heads of 64, window 128", forward(14, 2, 64, window=128)),
         ("T, 8/8 heads of 256", forward(8, 8, 256)),
         ("T, 8/4 heads of 256, window 128, capped", forward(8, 4, 256, window=128, softcap=50.0)),
