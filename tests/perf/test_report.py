@@ -152,7 +152,7 @@ def test_the_readme_has_every_command_and_no_other() -> None:
 
 def test_the_readme_has_every_result_file() -> None:
     results = README.parent / "results"
-    named = set(re.findall(r"`([\w.]+\.jsonl?)`", README.read_text()))
+    named = set(re.findall(r"`([\w.]+\.(?:jsonl?|txt))`", README.read_text()))
     assert {p.name for p in results.iterdir()} <= named
 
 
