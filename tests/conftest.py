@@ -1,8 +1,9 @@
 """Options and counts every test shares; the op suite's slow backends and the kernels' own tests, run beside.
 
 Triton decides at import whether kernels are interpreted, so the interpreted part of the op suite needs a
-process of its own. A run of all tests starts one with the session, has it run the emulated part and
-``tests/kernels`` too, so that two cores work, and collects them in ``tests/test_child_suites.py``.
+process of its own. A run of all tests starts one with the session, has it run the emulated part,
+``tests/kernels`` and ``tests/perf`` too, so that two cores work, and collects them in
+``tests/test_child_suites.py``.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import pytest
 
 BACKENDS = ("cpu", "ptx", "ptx_sm_90", "ptx_sm_120", "interpret", "cuda")
 CHILDREN = {"interpret": ("interpret",), "ptx": ("ptx", "ptx_sm_90", "ptx_sm_120"), "kernels": ()}
+BESIDE = ("kernels", "perf")  # the folders that the part ``kernels`` runs
 DELEGATES = pytest.StashKey[bool]()
 PROVE = os.environ.get("ENTRENAR_PROVE", "") not in ("", "0")
 
@@ -54,7 +56,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave to a child what it runs."""
-    apart = collection_path == Path(__file__).resolve().parent / "kernels"
+    here = Path(__file__).resolve().parent
+    apart = collection_path.parent == here and collection_path.name in BESIDE
     return True if apart and config.stash.get(DELEGATES, False) else None
 
 
@@ -84,8 +87,8 @@ class Children:
         environment = {k: v for k, v in os.environ.items() if k != "ENTRENAR_BACKEND"}
         if part == "interpret":
             environment |= {"ENTRENAR_BACKEND": "triton", "TRITON_INTERPRET": "1"}
-        folder = "tests/ops" if CHILDREN[part] else "tests/kernels"
-        command = [sys.executable, "-m", "pytest", folder, "-q"]
+        folders = ["tests/ops"] if CHILDREN[part] else [f"tests/{name}" for name in BESIDE]
+        command = [sys.executable, "-m", "pytest", *folders, "-q"]
         command += [f"--backend={backend}" for backend in CHILDREN[part]]
         command += ["-p", "no:cacheprovider", "-x" if not PROVE else "--maxfail=20"]
         with (self.folder / part).open("wb") as log:

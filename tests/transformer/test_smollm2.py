@@ -104,17 +104,19 @@ from entrenar import GenerateConfig, Transformer
 from entrenar.runtime import peak_memory_bytes
 from entrenar.transformer.generation import generate
 model = Transformer.from_pretrained({str(smollm2_gguf)!r}, quantize="nf4", device="cpu")
+loaded = peak_memory_bytes()
 ids = model.tokenizer.encode("The capital of France is")
 text = generate(model, ids, GenerateConfig(temperature=0.0, max_new_tokens=4)).text
-print(text.split(".")[0].strip(), model.nbytes() >> 20, peak_memory_bytes() >> 20)
+print(text.split(".")[0].strip(), model.nbytes() >> 20, loaded >> 20, peak_memory_bytes() >> 20)
 """
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    answer, held, peak = done.stdout.split()
+    answer, held, peak, generating = done.stdout.split()
     assert answer == "Paris"
     assert int(held) < 180  # 108 MiB of embedding, the rest in 4 bits
     assert int(peak) < 700  # of which importing torch takes about 250
+    assert int(generating) < 700 + 406  # which keeps the 106 million weights decoded, 4 bytes each
 
 
 def test_reading_into_nf4_peaks_at_the_model_and_one_tensor(smollm2_gguf: Path) -> None:
