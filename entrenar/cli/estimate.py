@@ -101,11 +101,8 @@ def _estimate(
 ) -> dict[str, object]:
     """Return bytes by component, their total, what there is, and the largest batch and length."""
     from entrenar.finetune.instruct_pipeline import memory
-    from entrenar.lora import match_targets
-    from entrenar.transformer.weights import linear_shapes
 
-    shapes = linear_shapes(model)
-    targets = {name: shapes[name] for name in match_targets(shapes, config.target_modules)}
+    targets = memory.adapted_shapes(config, model)
 
     def total(changed: InstructConfig) -> int:
         return sum(memory.estimate_memory(changed, model, targets, device, capacity).values())

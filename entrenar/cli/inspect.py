@@ -138,17 +138,14 @@ def _model_facts(path: Path) -> dict[str, object]:
 
 def _training_facts(found: Checkpoint) -> dict[str, object]:
     """Return what training with the default settings takes here, and whether it fits."""
-    from entrenar.finetune.instruct_pipeline.memory import estimate_memory
-    from entrenar.lora import match_targets
-    from entrenar.transformer.weights import linear_shapes
+    from entrenar.finetune.instruct_pipeline.memory import adapted_shapes, estimate_memory
 
     device = runtime.resolve_device("auto")
     free = runtime.available_memory_bytes(device)
-    shapes = linear_shapes(found.config)
     needed = {}
     for name, nf4 in (("dense", False), ("NF4", True)):
         config = InstructConfig(quantize_nf4=nf4)
-        targets = {n: shapes[n] for n in match_targets(shapes, config.target_modules)}
+        targets = adapted_shapes(config, found.config)
         needed[name] = sum(estimate_memory(config, found.config, targets, device).values())
     fitting = [name for name, size in needed.items() if size <= free]
     return {

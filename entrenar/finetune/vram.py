@@ -9,11 +9,9 @@ from pathlib import Path
 
 from entrenar import runtime
 from entrenar.finetune.config import InstructConfig
-from entrenar.finetune.instruct_pipeline.memory import estimate_memory
+from entrenar.finetune.instruct_pipeline.memory import adapted_shapes, estimate_memory
 from entrenar.gpu import VramGuard, VramLedger, card_in_use
-from entrenar.lora import match_targets
 from entrenar.transformer.checkpoint import open_checkpoint
-from entrenar.transformer.weights import linear_shapes
 
 __all__ = ["guard_for"]
 
@@ -49,8 +47,7 @@ def guard_for(
     if card.total_bytes is None:  # a part of a card, of which the driver's tool gives no size
         card = dataclasses.replace(card, total_bytes=runtime.total_memory_bytes(device))
     found = open_checkpoint(model).config
-    shapes = linear_shapes(found)
-    targets = {name: shapes[name] for name in match_targets(shapes, config.target_modules)}
+    targets = adapted_shapes(config, found)
     needed = sum(estimate_memory(config, found, targets, device).values())
     free = functools.partial(runtime.available_memory_bytes, device)
     return VramGuard(

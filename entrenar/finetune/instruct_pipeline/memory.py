@@ -10,21 +10,33 @@ from entrenar import runtime
 from entrenar.cpu import threads
 from entrenar.finetune.config import InstructConfig
 from entrenar.finetune.instruct_pipeline.activations import Moment, StepSizes, highest_moment
+from entrenar.lora import match_targets
 from entrenar.quant import nf4_bytes
 from entrenar.transformer.weights import linear_shapes, tensor_shapes
 
-__all__ = ["PROCESS_BYTES", "estimate_memory", "largest_batch", "largest_length", "step_moment"]
-__all__ += ["wants_checkpointing"]
+__all__ = ["PROCESS_BYTES", "adapted_shapes", "estimate_memory", "largest_batch", "largest_length"]
+__all__ += ["step_moment", "wants_checkpointing"]
 
 PROCESS_BYTES = 240 << 20
 """Resident bytes of a process on the CPU without a model: Python, torch, NumPy and BLAS's buffers.
 
 Measured with torch 2.13 on x86-64 Linux: 230 MiB before the model, and 5 to 9 MiB more after a step than
-its arrays take.
+its arrays take. Some 80 MiB of it are code; of files just written the system may map 60 MiB more, which it
+drops when it needs them.
 """
 
 _SHARE = 0.5  # of what is free, that a step may take; the rest is for everyone else on the machine
 _MOST_SAMPLES = 1 << 16
+
+
+def adapted_shapes(config: InstructConfig, model_config: Any) -> dict[str, tuple[int, int]]:
+    """Return (out, in) of each layer of a model that gets an adapter.
+
+    Raises:
+        AdapterError: A target module matches no layer.
+    """
+    shapes = linear_shapes(model_config)
+    return {name: shapes[name] for name in match_targets(shapes, config.target_modules)}
 
 
 def estimate_memory(
@@ -43,7 +55,7 @@ def estimate_memory(
     Args:
         config: The run's settings.
         model_config: The model's dimensions.
-        targets: (out, in) of each layer that gets an adapter.
+        targets: What :func:`adapted_shapes` returns.
         device: ``"cpu"`` or ``"cuda:N"``; decides the dtype where it is ``"auto"``, and what functions
             need while they run.
         free: Bytes that ``checkpointing = "auto"`` goes by; what is free on the device where None.
