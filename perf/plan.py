@@ -28,7 +28,7 @@ from typing import Any
 from entrenar.errors import ConfigError
 from perf.devices import DEVICES, Device
 from perf.output import write_json
-from perf.plan_step import CONFIGS, Launch, config_of, step
+from perf.plan_step import CONFIGS, Launch, step
 
 __all__ = ["RECIPES", "floor_s", "main", "plan"]
 
@@ -66,7 +66,7 @@ def plan(model: str, tokens: int, device: Device, recipe: str) -> Row:
         raise ConfigError(f"recipe is {recipe!r}, wanted one of {', '.join(RECIPES)}", "choose one")
     options = dict(RECIPES[recipe])
     usual = options.pop("usual", False)
-    made, memory = step(config_of(model), tokens, device.target, **options)
+    made, memory = step(CONFIGS[model], tokens, device.target, **options)
     launches = [*made, *_unfused(made), *_whole_logits(model, tokens)] if usual else made
     rows = []
     for launch in launches:
@@ -74,7 +74,7 @@ def plan(model: str, tokens: int, device: Device, recipe: str) -> Row:
         rows.append({**launch.as_row(), "floor_us": round(1e6 * seconds, 4), "bound": bound})
     total = sum(floor_s(launch, device)[0] for launch in launches)
     if usual:
-        memory = {**memory, "logits": 2 * 4 * tokens * config_of(model)["vocab_size"]}
+        memory = {**memory, "logits": 2 * 4 * tokens * CONFIGS[model]["vocab_size"]}
     return {
         "model": model, "tokens": tokens, "device": device.name, "recipe": recipe,
         "launches": len(made), "bytes": sum(launch.bytes for launch in launches),
@@ -105,7 +105,7 @@ def _whole_logits(model: str, tokens: int) -> list[Launch]:
 
     They are written, read for the loss, read and written for its gradient, and read for the product behind.
     """
-    size = 4 * tokens * config_of(model)["vocab_size"]
+    size = 4 * tokens * CONFIGS[model]["vocab_size"]
     return [Launch("modelled", "lm_head", "logits, all at once", "copies", "", 5 * size, 0)]
 
 

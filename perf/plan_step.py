@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-__all__ = ["CONFIGS", "Launch", "config_of", "recorded", "step"]
+__all__ = ["CONFIGS", "Launch", "recorded", "step"]
 
 # From the models' config.json.
 _QWEN2 = {
@@ -74,11 +73,6 @@ class Launch:
     def as_row(self) -> dict[str, Any]:
         """Return its fields by name."""
         return dataclasses.asdict(self)
-
-
-def config_of(model: str) -> dict[str, Any]:
-    """Return a published model's config."""
-    return CONFIGS[model]
 
 
 def _storage_bytes(tensors: Any) -> int:
@@ -145,21 +139,6 @@ def recorded() -> Iterator[list[tuple[Any, list[tuple[str, dict[str, Any]]]]]]:
         yield found
 
 
-@contextlib.contextmanager
-def _target(name: str) -> Iterator[None]:
-    """Choose tiles as on a target, on storage of the host."""
-    names = {"ENTRENAR_BACKEND": "ptx", "ENTRENAR_PTX_TARGET": name}
-    before = {key: os.environ.get(key) for key in names}
-    os.environ.update(names)
-    try:
-        yield
-    finally:
-        for key, value in before.items():
-            os.environ.pop(key, None)
-            if value is not None:
-                os.environ[key] = value
-
-
 def step(
     config: dict[str, Any],
     tokens: int,
@@ -179,9 +158,9 @@ def step(
         **options: Settings of :class:`entrenar.InstructConfig`.
     """
     from entrenar import InstructConfig
-    from entrenar.finetune.instruct_pipeline.memory import estimate_memory
+    from entrenar.finetune.instruct_pipeline.memory import adapted_shapes, estimate_memory
+    from entrenar.finetune.instruct_pipeline.prewarm import standing_in_for
     from entrenar.transformer.config import TransformerConfig
-    from entrenar.transformer.weights import linear_shapes
 
     model = TransformerConfig.from_hf(config)
     settings: dict[str, Any] = {
@@ -189,31 +168,17 @@ def step(
         "profile_interval": 1,
     }  # fmt: skip
     asked = InstructConfig(**(settings | options))
-    shapes = linear_shapes(model)
-    wanted = {name: shape for name, shape in shapes.items() if name.endswith(asked.target_modules)}
-    memory = estimate_memory(asked, model, wanted, "cuda:0", free=1 << 60)
-    with _target(target):
+    memory = estimate_memory(asked, model, adapted_shapes(asked, model), "cuda:0", free=1 << 60)
+    with standing_in_for(target):
         return _launches(model, asked, tokens, learn_all), memory
 
 
 def _launches(model: Any, config: Any, tokens: int, learn_all: bool) -> list[Launch]:
     from entrenar.finetune.chat import Example
-    from entrenar.finetune.instruct_pipeline import InstructPipeline
-    from entrenar.kernels.warm import untouched
-    from entrenar.transformer.model import Transformer
-    from entrenar.transformer.weights import linear_shapes, tensor_shapes
+    from entrenar.finetune.instruct_pipeline.prewarm import untouched_pipeline
 
-    quantised = {f"{name}.weight" for name in linear_shapes(model)}
-    dtype = getattr(torch, config.dtype)
-    weights = (
-        (name, untouched(shape, torch.float32 if name in quantised else dtype))
-        for name, shape in tensor_shapes(model).items()
-    )
     with recorded() as found:
-        stand_in = Transformer(
-            model, weights, quantize="nf4", dtype=config.dtype, device="cpu", decode_ahead=True
-        )
-        pipeline = InstructPipeline(stand_in, config)
+        pipeline = untouched_pipeline(model, config, decode_ahead=True)
         prompt = 1 if learn_all else tokens - tokens // 2
         sample = Example.from_pair([0] * prompt, [0] * (tokens - prompt))
         before = len(found)

@@ -25,9 +25,10 @@ from entrenar.transformer.model import Transformer
 from entrenar.transformer.weights import linear_shapes, tensor_shapes
 
 if TYPE_CHECKING:
+    from entrenar.finetune.instruct_pipeline.pipeline import InstructPipeline
     from entrenar.kernels.warm import Form
 
-__all__ = ["PrewarmReport", "prewarm"]
+__all__ = ["PrewarmReport", "prewarm", "standing_in_for", "untouched_pipeline"]
 
 # Lengths that take other tiles or specialisations than max_seq_len: odd ones and short ones.
 _SHARES = (1.0, 0.5, 0.25)
@@ -92,16 +93,20 @@ def _lengths(longest: int) -> tuple[int, ...]:
     return tuple(sorted(found, reverse=True))
 
 
-@contextlib.contextmanager
-def _standing_in(device: str) -> Iterator[None]:
+def _standing_in(device: str) -> contextlib.AbstractContextManager[None]:
     """Let host storage stand in for a GPU's: launchers then choose what they would choose there."""
     if device == "cpu":
-        yield
-        return
-    names = ("ENTRENAR_BACKEND", "ENTRENAR_PTX_TARGET")
-    before = {name: os.environ.get(name) for name in names}
+        return contextlib.nullcontext()
     major, minor = torch.cuda.get_device_capability(device)
-    os.environ.update(zip(names, ("ptx", f"sm_{major}{minor}"), strict=True))
+    return standing_in_for(f"sm_{major}{minor}")
+
+
+@contextlib.contextmanager
+def standing_in_for(target: str) -> Iterator[None]:
+    """Let launchers choose for a target, such as ``"sm_90"``, on storage of the host."""
+    names = {"ENTRENAR_BACKEND": "ptx", "ENTRENAR_PTX_TARGET": target}
+    before = {name: os.environ.get(name) for name in names}
+    os.environ.update(names)
     try:
         yield
     finally:
@@ -109,6 +114,41 @@ def _standing_in(device: str) -> Iterator[None]:
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
+
+
+def untouched_pipeline(
+    model: TransformerConfig, config: InstructConfig, decode_ahead: bool
+) -> InstructPipeline:
+    """Return a pipeline on the host over weights that take no memory until they are written.
+
+    For use where nothing is launched: inside ``collecting`` of :mod:`entrenar.kernels.warm`, say.
+
+    Args:
+        model: The model's dimensions.
+        config: The settings; ``dtype`` is stated.
+        decode_ahead: Whether 4-bit weights are decoded on a side stream, as on a GPU.
+    """
+    # the pipeline imports this module
+    from entrenar.finetune.instruct_pipeline.pipeline import InstructPipeline
+    from entrenar.kernels.warm import untouched
+
+    quantised = {f"{name}.weight" for name in linear_shapes(model)} if config.quantize_nf4 else {}
+    dtype = getattr(torch, config.dtype)
+    # in the dtype they are held in or quantised from: a conversion would touch the memory
+    weights = (
+        (name, untouched(shape, torch.float32 if name in quantised else dtype))
+        for name, shape in tensor_shapes(model).items()
+    )
+    stand_in = Transformer(
+        model,
+        weights,
+        quantize="nf4" if config.quantize_nf4 else None,
+        dtype=config.dtype,
+        device="cpu",
+        double_quant=config.double_quant,
+        decode_ahead=decode_ahead,
+    )
+    return InstructPipeline(stand_in, config.replace(device="cpu", graph="auto", prewarm=False))
 
 
 def _forms(
@@ -119,30 +159,12 @@ def _forms(
     lengths: tuple[int, ...],
 ) -> list[Form]:
     """Run steps over zeros and return the forms of kernels they ask for."""
-    # the pipeline imports this module
-    from entrenar.finetune.instruct_pipeline.pipeline import InstructPipeline
-    from entrenar.kernels.warm import collecting, untouched
+    from entrenar.kernels.warm import collecting
 
-    quantised = {f"{name}.weight" for name in linear_shapes(model)} if config.quantize_nf4 else {}
-    # in the dtype they are held in or quantised from: a conversion would touch the memory
-    weights = (
-        (name, untouched(shape, torch.float32 if name in quantised else getattr(torch, dtype)))
-        for name, shape in tensor_shapes(model).items()
-    )
     with collecting() as forms:
-        stand_in = Transformer(
-            model,
-            weights,
-            quantize="nf4" if config.quantize_nf4 else None,
-            dtype=dtype,
-            device="cpu",
-            double_quant=config.double_quant,
-            decode_ahead=decode_ahead,
-        )
-        settings = config.replace(device="cpu", dtype=dtype, graph="auto", prewarm=False)
-        pipeline = InstructPipeline(stand_in, settings)
+        pipeline = untouched_pipeline(model, config.replace(dtype=dtype), decode_ahead)
         for length in lengths:
             prompt = length // 2
             sample = Example.from_pair([0] * prompt, [0] * (length - prompt))
-            pipeline.train_examples([[sample] * settings.batch_size])
+            pipeline.train_examples([[sample] * config.batch_size])
     return forms
