@@ -111,12 +111,50 @@ class Span:
 
 @dataclasses.dataclass
 class _Step:
-    """One profiled step: its number, its seconds, its phases and ops."""
+    """One profiled step.
+
+    Attributes:
+        number: The step's.
+        seconds: How long it took.
+        phases: Its phases.
+        ops: Its launches.
+        by_op: Launches and seconds by op.
+        by_layer: Seconds by layer and phase.
+    """
 
     number: int
     seconds: float
     phases: list[Span]
     ops: list[Span]
+    by_op: dict[str, list[float]] = dataclasses.field(init=False)
+    by_layer: dict[tuple[str, str], float] = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self.by_op = defaultdict(lambda: [0.0, 0.0])
+        self.by_layer = defaultdict(float)
+        for span in self.ops:
+            self.by_op[span.name][0] += 1
+            self.by_op[span.name][1] += span.seconds
+            self.by_layer[span.layer, span.phase] += span.seconds
+
+
+@dataclasses.dataclass(frozen=True)
+class _Launch:
+    """A launch that was heard.
+
+    Attributes:
+        op: The launcher.
+        phase: The phase it came in.
+        layer: What it belongs to.
+        lane: Number of its stream.
+        done: Whether it was announced when its results existed; a kernel is before it starts.
+    """
+
+    op: str
+    phase: str
+    layer: str
+    lane: int
+    done: bool
 
 
 class StepProfiler:
@@ -134,14 +172,12 @@ class StepProfiler:
         self.steps: list[_Step] = []
         self._owners = dict(owners or {})
         self._marks = marks or HostMarks()
-        self._launches: list[tuple[str, str, str, int, bool, Any]] = []
+        # what was marked, in order: launches, and None for an edge of a phase or of the step
+        self._marked: list[tuple[_Launch | None, Any]] = []
         self._phases: list[tuple[str, Any, Any]] = []
-        self._edges: list[tuple[int, Any]] = []
         self._lanes: dict[Any, int] = {}
         self._phase, self._layer = _OUTSIDE, ""
         self._stream: Any = None
-        self._totals: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-        self._by_layer: dict[tuple[str, str], float] = defaultdict(float)
 
     @contextlib.contextmanager
     def step(self, number: int, stream: Any = None) -> Iterator[None]:
@@ -151,7 +187,7 @@ class StepProfiler:
             number: The step's.
             stream: What phases are ordered on.
         """
-        self._launches, self._phases, self._edges = [], [], []
+        self._marked, self._phases = [], []
         self._lanes, self._stream, self._layer = {}, stream, ""
         start = self._edge()
         try:
@@ -176,7 +212,7 @@ class StepProfiler:
 
     def _edge(self) -> Any:
         mark = self._marks.mark(self._stream)
-        self._edges.append((len(self._launches), mark))
+        self._marked.append((None, mark))
         return mark
 
     def _launched(self, record: runtime.LaunchRecord) -> None:
@@ -185,53 +221,45 @@ class StepProfiler:
             if owner is not None:
                 self._layer = owner
         lane = self._lanes.setdefault(id(record.stream), len(self._lanes) + 1)
-        done = (
-            record.where == "numpy"
-        )  # announced when its results exist; a kernel before it starts
-        mark = self._marks.mark(record.stream)
-        self._launches.append((record.op, self._phase, self._layer, lane, done, mark))
+        launch = _Launch(record.op, self._phase, self._layer, lane, record.where == "numpy")
+        self._marked.append((launch, self._marks.mark(record.stream)))
 
     def _close(self, number: int, start: float, stop: float) -> None:
         phases = [
             Span(name, name, "", 0, self._marks.seconds(a) - start, self._between(a, b))
             for name, a, b in self._phases
         ]
-        ops = [span for _, span in sorted(self._ops(start, stop), key=lambda item: item[0])]
         if self.steps:
             self.steps[-1].ops = []
-        self.steps.append(_Step(number, stop - start, phases, ops))
-        if len(self.steps) > 1:  # the first has compilation and first touches in it
-            for span in ops:
-                self._totals[span.name][0] += 1
-                self._totals[span.name][1] += span.seconds
-                self._by_layer[span.layer, span.phase] += span.seconds
+        self.steps.append(_Step(number, stop - start, phases, self._ops(start)))
 
     def _between(self, first: Any, last: Any) -> float:
         return self._marks.seconds(last) - self._marks.seconds(first)
 
-    def _ops(self, start: float, stop: float) -> Iterator[tuple[int, Span]]:
-        """Yield each launch's span: from the mark before it where it was done, else to the next one."""
-        seconds = self._marks.seconds
-        edges = [(at, seconds(mark)) for at, mark in self._edges]
-        marks = [seconds(launch[-1]) for launch in self._launches]
-        before: dict[int, float] = {}
-        after: dict[int, float] = {}
-        for index, (*_, done, _mark) in enumerate(self._launches):
-            if done:
-                edge = max((t for at, t in edges if at <= index), default=start)
-                previous = marks[index - 1] if index else start
-                before[index] = max(edge, previous)
-        following: dict[int, int] = {}
-        for index in reversed(range(len(self._launches))):
-            lane, done = self._launches[index][3], self._launches[index][4]
-            if not done:
-                edge = min((t for at, t in edges if at > index), default=stop)
-                later = following.get(lane)
-                after[index] = min(edge, marks[later]) if later is not None else edge
-            following[lane] = index
-        for index, (op, phase, layer, lane, done, _mark) in enumerate(self._launches):
-            begin, end = (before[index], marks[index]) if done else (marks[index], after[index])
-            yield index, Span(op, phase, layer, lane, begin - start, max(end - begin, 0.0))
+    def _ops(self, start: float) -> list[Span]:
+        """Return each launch's span: from the mark before it where it was done, else to the next one.
+
+        The next one is of its own stream, or an edge.
+        """
+        times = [self._marks.seconds(mark) for _, mark in self._marked]
+        following: dict[int, float] = {}  # by lane, when its next launch began
+        edge = times[-1]
+        spans = []
+        for index in reversed(range(len(times))):
+            launch, now = self._marked[index][0], times[index]
+            if launch is None:
+                edge = now
+                following.clear()
+                continue
+            begin, end = now, following.get(launch.lane, edge)
+            if launch.done:
+                begin, end = times[index - 1], now
+            seconds = max(end - begin, 0.0)
+            spans.append(
+                Span(launch.op, launch.phase, launch.layer, launch.lane, begin - start, seconds)
+            )
+            following[launch.lane] = now
+        return spans[::-1]
 
     # what was found
 
@@ -257,7 +285,7 @@ class StepProfiler:
             "coverage": round(self._covered() / wall, 4) if wall else 0.0,
             "phases": self._phase_rows(steady, wall),
             "ops": self._op_rows(),
-            "layers": self._layer_rows(len(steady)),
+            "layers": self._layer_rows(),
             "hot_layers": self._hot_layers(),
         }
 
@@ -274,18 +302,12 @@ class StepProfiler:
         rows[_OUTSIDE] = {**_spread(rest), "share": round(sum(rest) / wall, 4) if wall else 0.0}
         return rows
 
-    def _measured_ops(self) -> dict[str, list[float]]:
-        """Return launches and seconds by op over the steady steps."""
-        if len(self.steps) > 1:
-            return self._totals
-        found: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-        for span in self.steps[0].ops:
-            found[span.name][0] += 1
-            found[span.name][1] += span.seconds
-        return found
-
     def _op_rows(self) -> dict[str, Any]:
-        found = self._measured_ops()
+        found: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        for step in self.steady:
+            for name, (launches, seconds) in step.by_op.items():
+                found[name][0] += launches
+                found[name][1] += seconds
         n = len(self.steady)
         total = sum(seconds for _, seconds in found.values())
         ordered = sorted(found.items(), key=lambda item: -item[1][1])
@@ -299,18 +321,18 @@ class StepProfiler:
         }
 
     def _layer_seconds(self) -> dict[tuple[str, str], float]:
-        if len(self.steps) > 1:
-            return self._by_layer
+        """Return seconds by layer and phase over the steady steps."""
         found: dict[tuple[str, str], float] = defaultdict(float)
-        for span in self.steps[0].ops:
-            found[span.layer, span.phase] += span.seconds
+        for step in self.steady:
+            for key, seconds in step.by_layer.items():
+                found[key] += seconds
         return found
 
-    def _layer_rows(self, n: int) -> dict[str, Any]:
+    def _layer_rows(self) -> dict[str, Any]:
         rows: dict[str, dict[str, float]] = defaultdict(dict)
         for (layer, phase), seconds in self._layer_seconds().items():
             if layer:
-                rows[layer][f"{phase}_ms"] = _ms(seconds / n)
+                rows[layer][f"{phase}_ms"] = _ms(seconds / len(self.steady))
         return dict(sorted(rows.items(), key=lambda item: _by_number(item[0])))
 
     def _hot_layers(self) -> list[str]:

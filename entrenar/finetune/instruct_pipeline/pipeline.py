@@ -103,7 +103,7 @@ class InstructPipeline:
             with forked(self._stream):
                 self._decoded.fill(model.named_weights().values(), model.dtype)
         self._profiler: StepProfiler | None = None
-        self._profiling = False
+        self._profiling: StepProfiler | None = None  # while a step is profiled
 
     @classmethod
     def from_pretrained(
@@ -232,18 +232,17 @@ class InstructPipeline:
     def _profiled(self) -> contextlib.AbstractContextManager[None]:
         """Profile the step at hand where it is one of every ``profile_interval``."""
         interval = self.config.profile_interval
-        self._profiling = bool(interval) and (self.steps + 1) % interval == 0
-        if not self._profiling or self.profiler is None:
+        due = interval and (self.steps + 1) % interval == 0
+        self._profiling = self.profiler if due else None
+        if self._profiling is None:
             return _NOTHING
-        return self.profiler.step(self.steps + 1, self._stream)
+        return self._profiling.step(self.steps + 1, self._stream)
 
     def _using_decoded(self) -> contextlib.AbstractContextManager[None]:
         return _NOTHING if self._decoded is None else self._decoded.used()
 
     def _phase(self, name: str) -> contextlib.AbstractContextManager[None]:
-        if self._profiling and self._profiler is not None:
-            return self._profiler.phase(name)
-        return _NOTHING
+        return _NOTHING if self._profiling is None else self._profiling.phase(name)
 
     def _step(
         self, micro_batches: Sequence[Sequence[Example]], total: int, rate: float
