@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from entrenar import runtime
 from entrenar.errors import VramError
-from entrenar.gpu import cards_seen, ledger_path, read_cards
+from entrenar.gpu import Card, cards_seen, ledger_path, read_cards
 
-__all__ = ["Findings", "cache_folders", "check_caches", "check_gpu", "nvidia_cards"]
+__all__ = ["Findings", "cache_folders", "check_caches", "check_gpu"]
 
 OLDEST_CAPABILITY = (7, 5)
 _TORCH = "install a CUDA build: https://pytorch.org/get-started/locally"
@@ -30,37 +31,35 @@ class Findings:
         self.notes: list[str] = []
 
 
-def nvidia_cards() -> list[str] | None:
-    """Return the names of the GPUs that the driver lists; None where its tool is there and fails."""
-    try:
-        return [card.name for card in read_cards()]
-    except VramError:
-        return None
-
-
 def check_gpu(findings: Findings) -> None:
     """Say what keeps a GPU from being used, or that there is none."""
     if runtime.cuda_available():
         _check_usable(findings)
         return
-    cards = nvidia_cards()
-    if cards is None:
+    try:
+        cards = read_cards()
+    except VramError:
         findings.problems.append(
             "nvidia-smi is installed but fails, so the driver is not running; repair it, or all is "
             "computed on the CPU"
         )
-    elif cards:
-        _check_hidden(findings, cards)
     else:
-        findings.notes.append(
-            "no GPU was found, so everything is computed by NumPy on the CPU, which small models need "
-            "no more than; for larger ones use a machine with an NVIDIA GPU"
-        )
+        if cards:
+            _check_hidden(findings, cards)
+        else:
+            _say_none(findings)
     if sys.platform == "linux" and not runtime.triton_available():
         findings.notes.append(
             "triton is not installed, so kernels can be neither compiled nor checked here; the CPU does "
             "not need it; pip install triton"
         )
+
+
+def _say_none(findings: Findings) -> None:
+    findings.notes.append(
+        "no GPU was found, so everything is computed by NumPy on the CPU, which small models need "
+        "no more than; for larger ones use a machine with an NVIDIA GPU"
+    )
 
 
 def _check_usable(findings: Findings) -> None:
@@ -81,17 +80,17 @@ def _check_usable(findings: Findings) -> None:
         )
 
 
-def _check_hidden(findings: Findings, cards: list[str]) -> None:
+def _check_hidden(findings: Findings, cards: Sequence[Card]) -> None:
     import torch
 
-    version, name = torch.__version__, cards[0]
+    version, name = torch.__version__, cards[0].name
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if torch.version.cuda is None:
         findings.problems.append(
             f"this machine has a GPU ({name}), but torch {version} is built for the CPU only, so the "
             f"GPU is not used; {_TORCH}"
         )
-    elif visible is not None and not cards_seen(read_cards(), visible):
+    elif visible is not None and not cards_seen(cards, visible):
         findings.notes.append(
             f"this machine has a GPU ({name}), which CUDA_VISIBLE_DEVICES={visible!r} hides; unset it to "
             "use the GPU"
