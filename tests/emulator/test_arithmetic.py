@@ -328,14 +328,11 @@ def fill_bits() -> None:
                 )  # fmt: skip
 
 
-def fill_pairs() -> None:
+def fill_integers() -> None:
     for kind, view in (("s16", "i2"), ("u16", "u2")):
         for name, function in (("add", np.add), ("min", np.minimum), ("max", np.maximum)):
             add(f"{name}.{kind}x2", "i16x2 i16x2",
                 lambda a, b, f=function, v=view: f(a.view(v), b.view(v)).view("u4"))  # fmt: skip
-
-
-def fill_integers() -> None:
     for bits in (32, 64):
         i = f"i{bits}"
         add(f"sub.s{bits}", f"{i} {i}", lambda a, b: a - b)
@@ -480,11 +477,9 @@ def fill_conversions() -> None:
             wanted=lambda a: a.astype("f4").view("u4"))  # fmt: skip
     add("cvt.rzi.s32.f32", "f32", saturated)
     add("cvt.s64.s32", "i32", results="b64", wanted=lambda a: signed(a).astype("i8").view("u8"))
-    add("cvt.u64.u32", "i32", results="b64", wanted=lambda a: a.astype("u8"))
-    add("cvt.u32.u64", "i64", results="b32", wanted=lambda a: a.astype("u4"))
-    add("cvt.u16.u32", "i32", results="b16", wanted=lambda a: a.astype("u2"))
-    add("cvt.u32.u16", "i16", results="b32", wanted=lambda a: a.astype("u4"))
-    add("cvt.u64.u16", "i16", results="b64", wanted=lambda a: a.astype("u8"))
+    for to, source in ((64, 32), (32, 64), (16, 32), (32, 16), (64, 16)):
+        add(f"cvt.u{to}.u{source}", f"i{source}", results=f"b{to}",
+            wanted=lambda a, to=to: a.astype(f"u{to // 8}"))  # fmt: skip
 
 
 def usual(a: Bits) -> np.ndarray:
@@ -549,13 +544,10 @@ def fill_exchanges() -> None:
         wanted=lambda a, b: np.take_along_axis(lanes(a), lanes(b & 31).astype("i8"), 1).ravel())  # fmt: skip
 
 
-fill_bits()
-fill_pairs()
-fill_integers()
-fill_floats()
-fill_conversions()
-fill_approximations()
-fill_exchanges()
+for fill in (
+    fill_bits, fill_integers, fill_floats, fill_conversions, fill_approximations, fill_exchanges,
+):  # fmt: skip
+    fill()
 
 
 @pytest.mark.parametrize("opcode", TABLE)

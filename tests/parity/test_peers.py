@@ -13,19 +13,7 @@ from safetensors.numpy import save_file
 
 from entrenar import InstructConfig, InstructPipeline
 
-GOLDEN = Path(__file__).resolve().parents[1] / "data" / "peft_tiny_llama.npz"
 pytestmark = pytest.mark.filterwarnings("ignore")  # theirs are not ours to mend
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    path = tmp_path / "model"
-    path.mkdir()
-    with np.load(GOLDEN) as data:
-        (path / "config.json").write_text(str(data["config"]))
-        weights = {k.removeprefix("weight/"): data[k] for k in data if k.startswith("weight/")}
-    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
-    return path
 
 
 @pytest.fixture

@@ -9,27 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 from entrenar import InstructConfig, InstructPipeline
 
 for package in ("transformers", "peft", "accelerate"):
     pytest.importorskip(package)
 
-GOLDEN = Path(__file__).resolve().parents[1] / "data" / "peft_tiny_llama.npz"
 STEPS, ACCUMULATE, RATE = 30, 4, 2e-3
 pytestmark = pytest.mark.filterwarnings("ignore")  # theirs are not ours to mend
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    path = tmp_path / "model"
-    path.mkdir()
-    with np.load(GOLDEN) as data:
-        (path / "config.json").write_text(str(data["config"]))
-        weights = {k.removeprefix("weight/"): data[k] for k in data if k.startswith("weight/")}
-    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
-    return path
 
 
 def samples(vocabulary: int) -> list[tuple[list[int], list[int]]]:
